@@ -1,0 +1,1 @@
+"""The ``mxquant`` command: one file a subcommand."""

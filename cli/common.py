@@ -1,0 +1,89 @@
+"""What subcommands share: error handling, consoles, progress and formatting."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
+# Exit codes: 1 the work failed, 2 the request was wrong (click's own), 130 interrupted.
+EXIT_FAILED = 1
+
+
+def console() -> Console:
+    """Where people read: standard error, so that standard output stays clean for ``--json``."""
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False, soft_wrap=not sys.stderr.isatty())
+
+
+def handle_errors(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Turn errors that are meant for people into one clear message and an exit code.
+
+    Anything else is a bug and keeps its traceback. ``MXQUANT_DEBUG=1`` keeps all tracebacks.
+    """
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        from mxquant.errors import MXQuantError
+
+        try:
+            return function(*args, **kwargs)
+        except (MXQuantError, OSError) as error:
+            if os.environ.get("MXQUANT_DEBUG"):
+                raise
+            lines = str(error).splitlines() or [type(error).__name__]
+            for line in lines:
+                click.echo(f"Error: {line}", err=True)
+            sys.exit(EXIT_FAILED)
+        except KeyboardInterrupt:
+            click.echo("Interrupted.", err=True)
+            sys.exit(130)
+
+    return wrapper
+
+
+@contextlib.contextmanager
+def progress(enabled: bool = True) -> Iterator[Progress]:
+    """A progress display with an estimate, on standard error; silent when not ``enabled``."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("eta"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console(), disable=not enabled, transient=True) as display:
+        yield display
+
+
+def write_json(data: Any, path: str | Path | None = None) -> None:
+    """JSON to a file, or to standard output where no path is given."""
+    text = json.dumps(data, indent=2, default=str)
+    if path is None:
+        click.echo(text)
+    else:
+        Path(path).write_text(text + "\n")
+
+
+def human_bytes(count: float) -> str:
+    """``123.4 MB``, decimal units as file systems print them."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000 or unit == "GB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    raise AssertionError

@@ -1,0 +1,1 @@
+"""Measuring models: perplexity, divergence from a baseline, downstream tasks, reports and plots."""

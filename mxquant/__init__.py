@@ -1,0 +1,50 @@
+"""4-bit block-scaled quantization for Hugging Face language models.
+
+Public names are loaded on first use, so that ``import mxquant`` costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_EXPORTS = {
+    "MXQuantConfig": "mxquant.transformers.config",
+    "MXQuantError": "mxquant.errors",
+    "QTensor": "mxquant.qtensor",
+    "QuantLinear": "mxquant.modules",
+    "QuantRecipe": "mxquant.recipe",
+    "QuantScheme": "mxquant.formats",
+    "dequantize_model": "mxquant.pipeline",
+    "linear": "mxquant.ops",
+    "load": "mxquant.transformers.loading",
+    "quantize": "mxquant.ops",
+    "quantize_model": "mxquant.pipeline",
+}
+
+__all__ = ["__version__", *_EXPORTS]
+
+if TYPE_CHECKING:
+    from mxquant.errors import MXQuantError
+    from mxquant.formats import QuantScheme
+    from mxquant.modules import QuantLinear
+    from mxquant.ops import linear, quantize
+    from mxquant.pipeline import dequantize_model, quantize_model
+    from mxquant.qtensor import QTensor
+    from mxquant.recipe import QuantRecipe
+    from mxquant.transformers.config import MXQuantConfig
+    from mxquant.transformers.loading import load
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'mxquant' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_EXPORTS[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,70 @@
+"""Make ``from_pretrained`` know our checkpoints without anyone importing mxquant.
+
+transformers has no entry points for quantization methods, but PyTorch calls those of the group
+``torch.backends`` when it is imported. Ours installs an import hook: once
+``transformers.quantizers.auto`` has been imported, our config and quantizer are registered there.
+Nothing else is imported until then. ``MXQUANT_AUTOLOAD=0`` turns the hook off.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import warnings
+from types import ModuleType
+from typing import Any
+
+_TARGET = "transformers.quantizers.auto"
+
+
+def install() -> None:
+    """Install the hook (or register at once if transformers is there already). Never raises."""
+    if os.environ.get("MXQUANT_AUTOLOAD", "1").lower() in ("0", "false", "no", "off"):
+        return
+    if _TARGET in sys.modules:
+        _register()
+    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+def _register() -> None:
+    try:
+        from mxquant.transformers import register
+
+        register()
+    except Exception as error:  # import torch and import transformers must survive us
+        warnings.warn(
+            f"mxquant could not register with transformers, so its checkpoints will not load: {error!r}", stacklevel=2
+        )
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds the target like everyone else would, and adds a step after its execution."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if name != _TARGET:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return None
+        spec.loader = _Loader(spec.loader)
+        return spec
+
+
+class _Loader(importlib.abc.Loader):
+    def __init__(self, inner: Any):
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._inner.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._inner.exec_module(module)
+        _register()

@@ -1,0 +1,1 @@
+"""Reading and writing checkpoints; one file for each on-disk format."""

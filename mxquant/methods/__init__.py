@@ -1,0 +1,1 @@
+"""How codes are chosen: pure tensor algorithms, one file a method."""

@@ -1,0 +1,208 @@
+"""Round-to-nearest (or stochastic) quantization of one weight, block by block, in row chunks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from mxquant import blocks as B
+from mxquant.errors import WeightError
+from mxquant.formats import QuantScheme
+from mxquant.numerics import (
+    effective_scale,
+    magnitude_values,
+    round_magnitude,
+    round_magnitude_stochastic,
+    scale_dtype,
+    sign_bits,
+)
+from mxquant.packing import pack
+from mxquant.qtensor import CHUNK_ELEMENTS, QTensor
+from mxquant.rng import derive_key, random_bits24
+from mxquant.scaling import block_scales, count_small_scales, global_scale_for
+
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass
+class QuantStats:
+    """What quantizing a tensor (or several, by ``+``) did to it.
+
+    ``error`` and ``signal`` are sums of squares; blocks that are all zero count in ``blocks`` only.
+    """
+
+    elements: int = 0
+    blocks: int = 0
+    zero_scales: int = 0
+    subnormal_scales: int = 0
+    saturated: int = 0
+    error: float = 0.0
+    signal: float = 0.0
+
+    def __add__(self, other: QuantStats) -> QuantStats:
+        return QuantStats(**{f: getattr(self, f) + getattr(other, f) for f in self.__dataclass_fields__})
+
+    @property
+    def relative_error(self) -> float:
+        """Root of squared error over squared norm."""
+        return math.sqrt(self.error / self.signal) if self.signal else 0.0
+
+    @property
+    def sqnr_db(self) -> float:
+        """Signal-to-quantization-noise ratio in dB; infinite where nothing was lost."""
+        if not self.error or not self.signal:
+            return math.inf
+        return 10 * math.log10(self.signal / self.error)
+
+
+@dataclass
+class RowChunk:
+    """Quantized rows ``start .. stop`` of a weight."""
+
+    start: int
+    stop: int
+    packed: torch.Tensor
+    scale: torch.Tensor
+    stats: QuantStats | None
+
+
+def quantize_tensor(
+    weight: torch.Tensor,
+    scheme: QuantScheme,
+    *,
+    seed: int = 0,
+    name: str = "weight",
+    global_scale: torch.Tensor | None = None,
+) -> QTensor:
+    """Quantize a weight ``[out_features, in_features]``.
+
+    Parameters
+    ----------
+    weight : 2-D fp32, bf16 or fp16; the arithmetic is fp32 whatever it is.
+    seed, name : what stochastic rounding draws from: the same pair gives the same bytes anywhere.
+    global_scale : fp32 ``[1]`` to use in place of the one that the weight itself asks for.
+
+    Raises ``WeightError`` for NaN, infinities and unsupported shapes or dtypes.
+    """
+    check_weight(weight, name)
+    if scheme.global_scale and global_scale is None:
+        global_scale = global_scale_for(tensor_amax(weight), scheme)
+    shape = (weight.shape[0], weight.shape[1])
+    packed = torch.empty(scheme.packed_shape(shape), dtype=torch.uint8, device=weight.device)
+    scale = torch.empty(scheme.scale_shape(shape), dtype=scale_dtype(scheme.scale_format), device=weight.device)
+    r = scheme.block_shape[0]
+    for chunk in quantize_chunks(weight, scheme, seed=seed, name=name, global_scale=global_scale):
+        packed[chunk.start : chunk.stop] = chunk.packed
+        scale[chunk.start // r : -(-chunk.stop // r)] = chunk.scale
+    return QTensor(packed, scale, global_scale, shape, scheme)
+
+
+def quantize_chunks(
+    weight: torch.Tensor,
+    scheme: QuantScheme,
+    *,
+    seed: int,
+    name: str,
+    global_scale: torch.Tensor | None,
+    with_stats: bool = False,
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> Iterator[RowChunk]:
+    """Quantize a weight a few rows at a time; the bytes do not depend on the chunk size."""
+    rows, columns = weight.shape
+    key = derive_key(seed, name)
+    r = scheme.block_shape[0]
+    step = max(1, chunk_elements // columns // r) * r
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        x = weight[start:stop].to(torch.float32).contiguous()
+        try:
+            packed, scale, stats = _quantize_rows(x, scheme, global_scale, key, start, with_stats)
+        except FloatingPointError:
+            _raise_non_finite(x, start, name)
+        yield RowChunk(start, stop, packed, scale, stats)
+
+
+def tensor_amax(weight: torch.Tensor) -> torch.Tensor:
+    """Largest magnitude of a tensor as a 0-dim fp32 tensor; NaN if it holds one."""
+    # Two reductions over the weight as it is beat one over an fp32 copy of its magnitudes.
+    low, high = torch.aminmax(weight)
+    return torch.maximum(-low, high).to(torch.float32)
+
+
+def check_weight(weight: torch.Tensor, name: str) -> None:
+    if weight.ndim != 2 or weight.numel() == 0:
+        raise WeightError(f"{name}: only matrices can be quantized, not shape {list(weight.shape)}")
+    if weight.dtype not in FLOAT_DTYPES:
+        names = ", ".join(str(d).removeprefix("torch.") for d in FLOAT_DTYPES)
+        raise WeightError(f"{name}: cannot quantize {str(weight.dtype).removeprefix('torch.')} weights; need {names}")
+
+
+def _quantize_rows(
+    x: torch.Tensor,
+    scheme: QuantScheme,
+    global_scale: torch.Tensor | None,
+    key: int,
+    first_row: int,
+    with_stats: bool,
+) -> tuple[torch.Tensor, torch.Tensor, QuantStats | None]:
+    element, fmt = scheme.element_format, scheme.scale_format
+    rows, columns = x.shape
+    blocks = B.split(x, scheme.block_shape)
+    amax = B.amax(blocks)
+    if not bool(amax.isfinite().all()):
+        raise FloatingPointError
+    scale = block_scales(blocks, amax, scheme, global_scale)
+    effective = effective_scale(scale, fmt, global_scale)[:, None, :, None]
+    # A block whose scale is zero is lost; dividing by infinity says so without a branch.
+    divisor = torch.where(effective > 0, effective, torch.inf)
+    magnitude = blocks.abs().div_(divisor)
+    if scheme.rounding == "stochastic":
+        bits = random_bits24(key, _element_index(blocks, first_row, columns))
+        codes = round_magnitude_stochastic(magnitude, element, bits)
+    else:
+        codes = round_magnitude(magnitude, element)
+    stats = _stats(x, blocks, magnitude, codes, amax, scale, effective, scheme) if with_stats else None
+    codes8 = codes.to(torch.uint8).view(-1, blocks.shape[2] * blocks.shape[3])[:rows, :columns]
+    packed = pack(codes8 | sign_bits(x, element), element.bits)
+    return packed, scale.view(scale_dtype(fmt)), stats
+
+
+def _element_index(blocks: torch.Tensor, first_row: int, columns: int) -> torch.Tensor:
+    """Row-major index of each element in the whole weight; padding gets indices nobody reads."""
+    row_blocks, r, column_blocks, c = blocks.shape
+    row = torch.arange(first_row, first_row + row_blocks * r, device=blocks.device).view(row_blocks, r, 1, 1)
+    column = torch.arange(column_blocks * c, device=blocks.device).view(1, 1, column_blocks, c)
+    return row * columns + column
+
+
+def _stats(
+    x: torch.Tensor,
+    blocks: torch.Tensor,
+    magnitude: torch.Tensor,
+    codes: torch.Tensor,
+    amax: torch.Tensor,
+    scale: torch.Tensor,
+    effective: torch.Tensor,
+    scheme: QuantScheme,
+) -> QuantStats:
+    zero, subnormal = count_small_scales(scale, amax, scheme.scale_format)
+    error = magnitude_values(codes, scheme.element_format).mul_(effective).sub_(blocks.abs()).flatten()
+    flat = x.view(-1)
+    return QuantStats(
+        elements=x.numel(),
+        blocks=amax.numel(),
+        zero_scales=zero,
+        subnormal_scales=subnormal,
+        saturated=int((magnitude > scheme.element_format.max).sum()),
+        error=float(torch.dot(error, error)),
+        signal=float(torch.dot(flat, flat)),
+    )
+
+
+def _raise_non_finite(x: torch.Tensor, first_row: int, name: str) -> None:
+    row, column = (~x.isfinite()).nonzero()[0].tolist()
+    value = float(x[row, column])
+    raise WeightError(f"{name}: {value} at row {first_row + row}, column {column}; weights must be finite")

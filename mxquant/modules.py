@@ -1,0 +1,90 @@
+"""``QuantLinear``: a linear layer whose weight stays packed."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from mxquant.formats import QuantScheme
+from mxquant.numerics import scale_dtype
+from mxquant.qtensor import QTensor
+
+
+class QuantLinear(nn.Module):
+    """``y = x @ W.T + bias`` with ``W`` in a block-scaled format.
+
+    Buffers carry the names of the files: ``weight`` (uint8, packed), ``weight_scale`` and, where
+    the scheme has one, ``weight_global_scale`` (fp32). They are numbers' encodings, not numbers, so
+    ``.to(dtype)``, ``.half()`` and ``.bfloat16()`` leave them alone; ``bias`` is an ordinary
+    parameter of the model's dtype.
+
+    ``shape`` is ``(out_features, in_features)``. The buffers start uninitialized.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        scheme: QuantScheme,
+        *,
+        bias: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ):
+        super().__init__()
+        self.scheme = scheme
+        self.out_features, self.in_features = shape
+        empty = torch.empty
+        self.register_buffer("weight", empty(scheme.packed_shape(shape), dtype=torch.uint8, device=device))
+        kind = scale_dtype(scheme.scale_format)
+        self.register_buffer("weight_scale", empty(scheme.scale_shape(shape), dtype=kind, device=device))
+        fp32 = empty(1, dtype=torch.float32, device=device) if scheme.global_scale else None
+        self.register_buffer("weight_global_scale", fp32)
+        self.bias = nn.Parameter(empty(shape[0], dtype=dtype, device=device)) if bias else None
+        self._spec = scheme.spec
+
+    @classmethod
+    def from_qtensor(cls, q: QTensor, bias: torch.Tensor | None = None) -> QuantLinear:
+        """A layer that holds the tensors of ``q`` (not copies of them)."""
+        layer = cls(q.shape, q.scheme, bias=bias is not None, device="meta")
+        layer.weight, layer.weight_scale, layer.weight_global_scale = q.packed, q.scale, q.global_scale
+        if bias is not None:
+            layer.bias = nn.Parameter(bias)
+        return layer
+
+    @property
+    def qweight(self) -> QTensor:
+        """The weight as a :class:`QTensor` that shares this layer's memory."""
+        shape = (self.out_features, self.in_features)
+        return QTensor(self.weight, self.weight_scale, self.weight_global_scale, shape, self.scheme)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The dense weight ``[out_features, in_features]``."""
+        return self.qweight.dequantize(dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.mxquant.linear(
+            x,
+            self.weight,
+            self.weight_scale,
+            self.weight_global_scale,
+            self.bias,
+            [self.out_features, self.in_features],
+            self._spec,
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, scheme={self.scheme.name}"
+        )
+
+    def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
+        # Module.to(dtype) casts every floating-point buffer; scales must only change device.
+        kept = {n: b for n, b in self._buffers.items() if b is not None and b.is_floating_point()}
+        super()._apply(fn, recurse)
+        for name, before in kept.items():
+            after = self._buffers[name]
+            if after is not None and after.dtype != before.dtype:
+                device = after.device
+                self._buffers[name] = before.to(device) if before.device.type != "meta" else before.to_empty(device)
+        return self

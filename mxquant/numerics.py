@@ -1,0 +1,167 @@
+"""Encode, decode and round elements and scales, in plain PyTorch: the readable truth.
+
+All arithmetic is fp32 and element-wise, so results do not depend on device, thread count or
+chunking. Every format is a minifloat, and one formula encodes them all. For ``x >= 0`` let ``e``
+be the exponent of ``x``, not below the format's smallest exponent ``emin``, and ``m`` the number
+of mantissa bits. Then::
+
+    steps = x / 2^(e - m)                    (exact: a power of two)
+    code  = (e - emin) * 2^m + round(steps)
+
+Rounding up to the next power of two carries into the exponent by itself, and subnormals are the
+case ``e = emin``. Codes saturate at the format's largest.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from mxquant.formats import ELEMENTS, SCALES, ElementFormat, ScaleFormat
+from mxquant.packing import unpack
+
+_SCALE_DTYPES = {
+    "e8m0": torch.uint8,
+    "e4m3": torch.float8_e4m3fn,
+    "ue5m3": torch.uint8,
+    "ue5m3-61440": torch.uint8,
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+}
+
+
+def scale_dtype(fmt: ScaleFormat) -> torch.dtype:
+    """The dtype that block scales of this format are stored in."""
+    return _SCALE_DTYPES[fmt.name]
+
+
+@lru_cache(maxsize=64)
+def element_table(name: str, device: torch.device | str = "cpu") -> torch.Tensor:
+    """fp32 value of every element code: shape ``[2^bits]``. Codes past the largest are NaN."""
+    fmt = ELEMENTS[name]
+    sign = 1 << (fmt.bits - 1)
+    values = [fmt.value(c) if c & (sign - 1) <= fmt.max_code else float("nan") for c in range(2 * sign)]
+    return torch.tensor(values, dtype=torch.float32, device=device)
+
+
+@lru_cache(maxsize=64)
+def scale_table(name: str, device: torch.device | str = "cpu") -> torch.Tensor:
+    """fp32 value of every code of an 8-bit scale format: shape ``[256]``; unused codes are NaN."""
+    fmt = SCALES[name]
+    return torch.tensor([fmt.value(c) for c in range(256)], dtype=torch.float32, device=device)
+
+
+@lru_cache(maxsize=16)
+def _pair_table(name: str, device: torch.device | str) -> torch.Tensor:
+    """Both fp32 values of every packed fp4 byte as one int64 word: shape ``[256]``."""
+    byte = torch.arange(256, device=device)
+    pairs = torch.stack([element_table(name, device)[byte & 15], element_table(name, device)[byte >> 4]], -1)
+    return pairs.view(torch.int64).flatten()
+
+
+def exponent_and_step(x: torch.Tensor, min_exponent: int, mantissa_bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Exponent ``e`` (int32) of ``x >= 0``, at least ``min_exponent``, and ``2^(m - e)`` (fp32)."""
+    exponent = ((x.view(torch.int32) >> 23) - 127).clamp_(min=min_exponent)
+    inverse_step = ((mantissa_bits + 127 - exponent) << 23).view(torch.float32)
+    return exponent, inverse_step
+
+
+def encode_magnitude(x: torch.Tensor, fmt: ElementFormat | ScaleFormat, up: bool = False) -> torch.Tensor:
+    """Codes (int32) of fp32 values ``x >= 0``, rounded to nearest-even or, with ``up``, upwards."""
+    x = x.clamp(max=fmt.max)  # larger values saturate anyway, and infinities have no exponent
+    exponent, inverse_step = exponent_and_step(x, fmt.min_exponent, fmt.mantissa_bits)
+    steps = x * inverse_step
+    rounded = steps.ceil_() if up else steps.round_()
+    codes = ((exponent - fmt.min_exponent) << fmt.mantissa_bits) + rounded.to(torch.int32)
+    return codes.clamp_(max=fmt.max_code)
+
+
+def encode_scale(x: torch.Tensor, fmt: ScaleFormat, up: bool = False) -> torch.Tensor:
+    """fp32 values ``>= 0`` -> stored scales: uint8 codes, or floats for the study formats.
+
+    Nearest-even, or upwards with ``up``; values above the largest scale saturate to it. Power-of-two
+    scales are made by their own rules, see :mod:`mxquant.scaling`.
+    """
+    if fmt.name == "fp32":
+        return x
+    if fmt.name == "bf16":
+        return x.to(torch.bfloat16)
+    if fmt.exponent_only:
+        raise ValueError("e8m0 scales come from a scale rule, not from rounding a quotient")
+    return encode_magnitude(x, fmt, up).to(torch.uint8)
+
+
+def decode_scale(stored: torch.Tensor, fmt: ScaleFormat) -> torch.Tensor:
+    """Stored scales (codes, float8 or floats) -> fp32 values of the same shape."""
+    if not fmt.coded:
+        return stored.to(torch.float32)
+    codes = stored.view(torch.uint8) if stored.dtype != torch.uint8 else stored
+    table = scale_table(fmt.name, stored.device)
+    return table.index_select(0, codes.reshape(-1).to(torch.int32)).view(codes.shape)
+
+
+def effective_scale(stored: torch.Tensor, fmt: ScaleFormat, global_scale: torch.Tensor | None) -> torch.Tensor:
+    """``fl32(block_scale / global_scale)``: what elements are multiplied by and divided by."""
+    scale = decode_scale(stored, fmt)
+    return scale if global_scale is None else scale / global_scale
+
+
+def round_magnitude(x: torch.Tensor, fmt: ElementFormat) -> torch.Tensor:
+    """Magnitude codes (fp32 holding integers) of ``x >= 0``, nearest-even, saturating."""
+    if fmt.name != "fp4_e2m1":
+        return encode_magnitude(x, fmt).to(torch.float32)
+    # E2M1 has steps of 1/2 below 2, of 1 below 4 and of 2 above. Counting in the step of a
+    # higher binade gives a code at least as large below it, and in that of a lower binade at
+    # least as large above it, so the smallest of the three counts is the right one.
+    codes = (x * 2).round_()
+    scratch = x.round()
+    torch.minimum(codes, scratch.add_(2), out=codes)
+    torch.mul(x, 0.5, out=scratch)
+    torch.minimum(codes, scratch.round_().add_(4), out=codes)
+    return codes.clamp_(max=7)
+
+
+def round_magnitude_stochastic(x: torch.Tensor, fmt: ElementFormat, bits24: torch.Tensor) -> torch.Tensor:
+    """Magnitude codes (fp32 holding integers) of ``x >= 0`` under stochastic rounding.
+
+    Between neighbours ``lo <= x <= hi`` the upper is taken with probability
+    ``(x - lo) / (hi - lo)``, resolved to 2^-24; values beyond the largest saturate. ``bits24``:
+    int32 random bits in [0, 2^24), one for each element (:func:`mxquant.rng.random_bits24`).
+    """
+    x = x.clamp(max=fmt.max)
+    exponent, inverse_step = exponent_and_step(x, fmt.min_exponent, fmt.mantissa_bits)
+    steps = x * inverse_step
+    floor = steps.floor()
+    up = bits24.to(torch.float32) < (steps - floor) * 2.0**24
+    base = (exponent - fmt.min_exponent) << fmt.mantissa_bits
+    return base + floor + up
+
+
+def magnitude_values(codes: torch.Tensor, fmt: ElementFormat) -> torch.Tensor:
+    """fp32 values of magnitude codes held in fp32."""
+    if fmt.name == "fp4_e2m1":
+        # 0 .5 1 1.5 2 3 4 6 is the largest of three straight lines through the codes.
+        values = codes * 0.5
+        scratch = codes - 2
+        torch.maximum(values, scratch, out=values)
+        return torch.maximum(values, scratch.sub_(2).mul_(2), out=values)
+    table = element_table(fmt.name, codes.device)
+    return table.index_select(0, codes.reshape(-1).to(torch.int32)).view(codes.shape)
+
+
+def decode_packed(packed: torch.Tensor, fmt: ElementFormat, columns: int) -> torch.Tensor:
+    """Packed bytes ``[rows, ...]`` -> fp32 elements ``[rows, columns]``, not yet scaled."""
+    if fmt.bits == 4:
+        words = _pair_table(fmt.name, packed.device).index_select(0, packed.reshape(-1).to(torch.int32))
+        return words.view(torch.float32).view(packed.shape[0], -1)[:, :columns]
+    codes = unpack(packed, fmt.bits, columns)
+    table = element_table(fmt.name, packed.device)
+    return table.index_select(0, codes.reshape(-1).to(torch.int32)).view(codes.shape)
+
+
+def sign_bits(x: torch.Tensor, fmt: ElementFormat) -> torch.Tensor:
+    """uint8 sign bit of fp32 ``x`` at its place in a code of this format; that of -0.0 is set."""
+    shift = 32 - fmt.bits
+    return (x.view(torch.int32) >> shift).to(torch.uint8) & (1 << (fmt.bits - 1))
+

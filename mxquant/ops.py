@@ -1,0 +1,146 @@
+"""The operators ``mxquant::quantize``, ``mxquant::dequantize`` and ``mxquant::linear``.
+
+Each has a schema, a fake implementation (shapes only, for tracing) and a PyTorch reference that
+runs on any device. A scheme travels as the string ``QuantScheme.spec``.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from mxquant.formats import ELEMENTS, QuantScheme, scheme_from_spec
+from mxquant.methods.rtn import quantize_tensor
+from mxquant.numerics import scale_dtype
+from mxquant.qtensor import QTensor, check_parts, dequantize_parts
+
+_LIBRARY = torch.library.Library("mxquant", "DEF")
+_LIBRARY.define(
+    "quantize(Tensor weight, str scheme, int seed, str name, Tensor? global_scale) -> (Tensor, Tensor, Tensor?)"
+)
+_LIBRARY.define(
+    "dequantize(Tensor packed, Tensor scale, Tensor? global_scale, int[] shape, str scheme, ScalarType dtype) -> Tensor"
+)
+_LIBRARY.define(
+    "linear(Tensor x, Tensor packed, Tensor scale, Tensor? global_scale, Tensor? bias, int[] shape, str scheme)"
+    " -> Tensor"
+)
+
+
+def quantize(
+    weight: torch.Tensor,
+    scheme: QuantScheme,
+    *,
+    seed: int = 0,
+    name: str = "weight",
+    global_scale: torch.Tensor | None = None,
+) -> QTensor:
+    """Quantize a weight ``[out_features, in_features]`` (fp32, bf16 or fp16) to a :class:`QTensor`.
+
+    ``seed`` and ``name`` choose the random bits of stochastic rounding; ``global_scale`` (fp32,
+    one number) replaces the one derived from the weight. Raises ``WeightError`` for NaN, infinite
+    or non-matrix weights, naming the place.
+    """
+    packed, scale, made = torch.ops.mxquant.quantize(weight, scheme.spec, seed, name, global_scale)
+    return QTensor(packed, scale, made, (weight.shape[0], weight.shape[1]), scheme)
+
+
+def linear(x: torch.Tensor, weight: QTensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``x @ weight.T + bias`` with the weight packed.
+
+    ``x``: ``[..., in_features]`` fp32, bf16 or fp16; the result ``[..., out_features]`` has its
+    dtype. Differentiable in ``x`` and ``bias``.
+    """
+    return torch.ops.mxquant.linear(
+        x, weight.packed, weight.scale, weight.global_scale, bias, list(weight.shape), weight.scheme.spec
+    )
+
+
+def exact_in(dtype: torch.dtype, scheme: QuantScheme) -> bool:
+    """Whether every decoded weight of the scheme is a number of ``dtype``, so that a matrix
+    product in ``dtype`` sees the weight unchanged.
+
+    bf16 has 8 significant bits and fp32's exponents: enough for the product of an element and a
+    block scale whose significands need at most 8 bits together, but not for a quotient by a global
+    scale. fp16's exponents are too few for every format.
+    """
+    if dtype == torch.float32:
+        return True
+    scale = scheme.scale_format
+    bits = ELEMENTS[scheme.element].mantissa_bits + scale.mantissa_bits + 2
+    return dtype == torch.bfloat16 and not scheme.global_scale and (scale.exponent_only or bits <= 8)
+
+
+def _quantize_reference(weight, scheme, seed, name, global_scale):  # type: ignore[no-untyped-def]
+    q = quantize_tensor(weight, scheme_from_spec(scheme), seed=seed, name=name, global_scale=global_scale)
+    made = q.global_scale
+    return q.packed, q.scale, made.clone() if made is not None and made is global_scale else made
+
+
+def _quantize_fake(weight, scheme, seed, name, global_scale):  # type: ignore[no-untyped-def]
+    s = scheme_from_spec(scheme)
+    packed = weight.new_empty(s.packed_shape(weight.shape), dtype=torch.uint8)
+    scale = weight.new_empty(s.scale_shape(weight.shape), dtype=scale_dtype(s.scale_format))
+    return packed, scale, weight.new_empty(1, dtype=torch.float32) if s.global_scale else None
+
+
+def _dequantize_reference(packed, scale, global_scale, shape, scheme, dtype):  # type: ignore[no-untyped-def]
+    return dequantize_parts(packed, scale, global_scale, tuple(shape), scheme_from_spec(scheme), dtype)
+
+
+def _dequantize_fake(packed, scale, global_scale, shape, scheme, dtype):  # type: ignore[no-untyped-def]
+    return packed.new_empty(shape, dtype=dtype)
+
+
+def _linear_reference(x, packed, scale, global_scale, bias, shape, scheme):  # type: ignore[no-untyped-def]
+    s = scheme_from_spec(scheme)
+    _check_linear(x, packed, scale, global_scale, bias, shape, s)
+    dtype = x.dtype if exact_in(x.dtype, s) else torch.float32
+    weight = dequantize_parts(packed, scale, global_scale, tuple(shape), s, dtype)
+    y = F.linear(x.to(dtype), weight, None if bias is None else bias.to(dtype))
+    return y.to(x.dtype)
+
+
+def _linear_fake(x, packed, scale, global_scale, bias, shape, scheme):  # type: ignore[no-untyped-def]
+    return x.new_empty([*x.shape[:-1], shape[0]])
+
+
+def _check_linear(x, packed, scale, global_scale, bias, shape, scheme):  # type: ignore[no-untyped-def]
+    check_parts(packed, scale, global_scale, tuple(shape), scheme)
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise TypeError(f"activations must be fp32, bf16 or fp16, not {x.dtype}")
+    if x.shape[-1] != shape[1]:
+        raise ValueError(f"activations {list(x.shape)} do not fit a weight of {shape[1]} input features")
+    if x.device != packed.device:
+        raise ValueError(f"activations are on {x.device}, the weight on {packed.device}; move them to one device")
+    if bias is not None and tuple(bias.shape) != (shape[0],):
+        raise ValueError(f"bias must be [{shape[0]}], not {list(bias.shape)}")
+
+
+def _linear_setup(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    x, packed, scale, global_scale, bias, shape, scheme = inputs
+    ctx.save_for_backward(packed, scale, global_scale)
+    ctx.weight, ctx.bias_dtype = (shape, scheme), None if bias is None else bias.dtype
+
+
+def _linear_backward(ctx, grad):  # type: ignore[no-untyped-def]
+    packed, scale, global_scale = ctx.saved_tensors
+    shape, spec = ctx.weight
+    grad_x = grad_bias = None
+    if ctx.needs_input_grad[0]:
+        dtype = grad.dtype if exact_in(grad.dtype, scheme_from_spec(spec)) else torch.float32
+        weight = torch.ops.mxquant.dequantize(packed, scale, global_scale, shape, spec, dtype)
+        grad_x = (grad.to(dtype) @ weight).to(grad.dtype)
+    if ctx.bias_dtype is not None and ctx.needs_input_grad[4]:
+        grad_bias = grad.flatten(0, -2).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+    return grad_x, None, None, None, grad_bias, None, None
+
+
+for _name, _reference, _fake in (
+    ("quantize", _quantize_reference, _quantize_fake),
+    ("dequantize", _dequantize_reference, _dequantize_fake),
+    ("linear", _linear_reference, _linear_fake),
+):
+    _LIBRARY.impl(_name, _reference, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"mxquant::{_name}", _fake, lib=_LIBRARY)
+torch.library.register_autograd("mxquant::linear", _linear_backward, setup_context=_linear_setup, lib=_LIBRARY)
