@@ -13,11 +13,11 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "MXQuantConfig": "mxquant.transformers.config",
     "MXQuantError": "mxquant.errors",
-    "QTensor": "mxquant.qtensor",
+    "QTensor": "mxquant.ops",
     "QuantLinear": "mxquant.modules",
     "QuantRecipe": "mxquant.recipe",
     "QuantScheme": "mxquant.formats",
-    "dequantize_model": "mxquant.pipeline",
+    "dequantize_model": "mxquant.densify",
     "linear": "mxquant.ops",
     "load": "mxquant.transformers.loading",
     "quantize": "mxquant.ops",
@@ -27,11 +27,12 @@ _EXPORTS = {
 __all__ = ["__version__", *_EXPORTS]
 
 if TYPE_CHECKING:
+    from mxquant.densify import dequantize_model
     from mxquant.errors import MXQuantError
     from mxquant.formats import QuantScheme
     from mxquant.modules import QuantLinear
     from mxquant.ops import linear, quantize
-    from mxquant.pipeline import dequantize_model, quantize_model
+    from mxquant.pipeline import quantize_model
     from mxquant.qtensor import QTensor
     from mxquant.recipe import QuantRecipe
     from mxquant.transformers.config import MXQuantConfig

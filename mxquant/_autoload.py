@@ -24,10 +24,16 @@ def install() -> None:
     """Install the hook (or register at once if transformers is there already). Never raises."""
     if os.environ.get("MXQUANT_AUTOLOAD", "1").lower() in ("0", "false", "no", "off"):
         return
-    if _TARGET in sys.modules:
+    if _is_imported():
         _register()
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
+
+
+def _is_imported() -> bool:
+    """Whether the target has been imported to its end."""
+    module = sys.modules.get(_TARGET)
+    return module is not None and not getattr(module.__spec__, "_initializing", False)
 
 
 def _register() -> None:
@@ -45,26 +51,34 @@ class _Finder(importlib.abc.MetaPathFinder):
     """Finds the target like everyone else would, and adds a step after its execution."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if name != _TARGET:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is None or spec.loader is None:
-            return None
-        spec.loader = _Loader(spec.loader)
-        return spec
+        if name == _TARGET:
+            self._retire()
+            spec = importlib.util.find_spec(name)
+            if spec is not None and spec.loader is not None:
+                spec.loader = _Loader(spec.loader)
+            return spec
+        if _is_imported():  # its import had begun when this hook was installed
+            self._retire()
+            _register()
+        return None
+
+    def _retire(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
 
 
 class _Loader(importlib.abc.Loader):
+    """Stands in for the target's loader until the target has been executed."""
+
     def __init__(self, inner: Any):
         self._inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         return self._inner.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self._inner
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._inner
         self._inner.exec_module(module)
         _register()

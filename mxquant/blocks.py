@@ -35,7 +35,7 @@ def amax(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def as_columns(blocks: torch.Tensor) -> torch.Tensor:
-    """``[row_blocks, r, column_blocks, c]`` -> contiguous ``[r * c, row_blocks * column_blocks]``."""
+    """``[row_blocks, r, column_blocks, c]`` -> ``[r * c, row_blocks * column_blocks]``, a view where it can be."""
     row_blocks, r, column_blocks, c = blocks.shape
     return blocks.permute(1, 3, 0, 2).reshape(r * c, row_blocks * column_blocks)
 
@@ -43,11 +43,9 @@ def as_columns(blocks: torch.Tensor) -> torch.Tensor:
 def ordered_sum(x: torch.Tensor) -> torch.Tensor:
     """Sum over the first dimension in one fixed order of fp32 additions, the same on every device."""
     while x.shape[0] > 1:
-        half = (x.shape[0] + 1) // 2
-        rest = x.shape[0] - half
-        y = x[:half].clone()
-        y[:rest] += x[half:]
-        x = y
+        rest = x.shape[0] // 2
+        y = x[:rest] + x[-rest:]
+        x = torch.cat([y, x[rest : rest + 1]]) if x.shape[0] % 2 else y
     return x[0]
 
 

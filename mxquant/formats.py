@@ -42,6 +42,11 @@ class ElementFormat:
         """Exponent of the smallest normal number, which subnormals share."""
         return 1 - self.bias
 
+    @property
+    def max_exponent(self) -> int:
+        """Exponent of the largest value."""
+        return (self.max_code >> self.mantissa_bits) - self.bias
+
     def magnitude(self, code: int) -> float:
         """Value of a code without its sign bit."""
         return _minifloat(code, self.mantissa_bits, self.bias)

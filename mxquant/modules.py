@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+import mxquant.ops  # noqa: F401  (defines the operators that are called below)
 from mxquant.formats import QuantScheme
 from mxquant.numerics import scale_dtype
 from mxquant.qtensor import QTensor
@@ -18,7 +19,9 @@ class QuantLinear(nn.Module):
     ``.to(dtype)``, ``.half()`` and ``.bfloat16()`` leave them alone; ``bias`` is an ordinary
     parameter of the model's dtype.
 
-    ``shape`` is ``(out_features, in_features)``. The buffers start uninitialized.
+    ``shape`` is ``(out_features, in_features)``. ``stored_shape``: the shape of the ``weight``
+    buffer where a file format flattens it; ``scheme.packed_shape(shape)`` otherwise. The buffers
+    start uninitialized.
     """
 
     def __init__(
@@ -29,12 +32,14 @@ class QuantLinear(nn.Module):
         bias: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        stored_shape: tuple[int, ...] | None = None,
     ):
         super().__init__()
         self.scheme = scheme
         self.out_features, self.in_features = shape
         empty = torch.empty
-        self.register_buffer("weight", empty(scheme.packed_shape(shape), dtype=torch.uint8, device=device))
+        self._packed_shape = scheme.packed_shape(shape)
+        self.register_buffer("weight", empty(stored_shape or self._packed_shape, dtype=torch.uint8, device=device))
         kind = scale_dtype(scheme.scale_format)
         self.register_buffer("weight_scale", empty(scheme.scale_shape(shape), dtype=kind, device=device))
         fp32 = empty(1, dtype=torch.float32, device=device) if scheme.global_scale else None
@@ -52,10 +57,15 @@ class QuantLinear(nn.Module):
         return layer
 
     @property
+    def packed(self) -> torch.Tensor:
+        """The packed elements as a matrix, whatever shape they are stored in."""
+        return self.weight if self.weight.ndim == 2 else self.weight.view(self._packed_shape)
+
+    @property
     def qweight(self) -> QTensor:
         """The weight as a :class:`QTensor` that shares this layer's memory."""
         shape = (self.out_features, self.in_features)
-        return QTensor(self.weight, self.weight_scale, self.weight_global_scale, shape, self.scheme)
+        return QTensor(self.packed, self.weight_scale, self.weight_global_scale, shape, self.scheme)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The dense weight ``[out_features, in_features]``."""
@@ -64,7 +74,7 @@ class QuantLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.ops.mxquant.linear(
             x,
-            self.weight,
+            self.packed,
             self.weight_scale,
             self.weight_global_scale,
             self.bias,
@@ -79,12 +89,11 @@ class QuantLinear(nn.Module):
         )
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
-        # Module.to(dtype) casts every floating-point buffer; scales must only change device.
-        kept = {n: b for n, b in self._buffers.items() if b is not None and b.is_floating_point()}
+        # Casting a module casts its buffers too; encodings must only change device.
+        before = dict(self._buffers)
         super()._apply(fn, recurse)
-        for name, before in kept.items():
+        for name, buffer in before.items():
             after = self._buffers[name]
-            if after is not None and after.dtype != before.dtype:
-                device = after.device
-                self._buffers[name] = before.to(device) if before.device.type != "meta" else before.to_empty(device)
+            if buffer is not None and after is not None and after.dtype != buffer.dtype:
+                self._buffers[name] = buffer.to(after.device)
         return self

@@ -107,19 +107,34 @@ def effective_scale(stored: torch.Tensor, fmt: ScaleFormat, global_scale: torch.
     return scale if global_scale is None else scale / global_scale
 
 
+def nearest_values(x: torch.Tensor, fmt: ElementFormat) -> torch.Tensor:
+    """Element values (fp32) nearest to ``x >= 0``, ties to even, saturating.
+
+    The step between neighbours is a power of two ``2^(e - m)`` given by the exponent ``e`` of ``x``
+    (within the format's). Adding ``1.5 * 2^23`` steps leaves fp32 no bits below one step, so that its
+    own rounding to nearest-even does the work; subtracting them again is exact.
+    """
+    exponent = (x.view(torch.int32) & 0x7F800000).view(torch.float32)  # 2^e, or 0 for subnormals
+    exponent.clamp_(2.0**fmt.min_exponent, 2.0**fmt.max_exponent)
+    shifter = exponent.mul_(1.5 * 2.0 ** (23 - fmt.mantissa_bits))
+    return (x + shifter).sub_(shifter).clamp_(max=fmt.max)
+
+
+def magnitude_codes(values: torch.Tensor, fmt: ElementFormat) -> torch.Tensor:
+    """Codes (fp32 holding integers) of fp32 magnitudes that are values of the format."""
+    if fmt.name != "fp4_e2m1":
+        return encode_magnitude(values, fmt).to(torch.float32)
+    # 0 .5 1 1.5 2 3 4 6 lie on three straight lines, of which the lowest is the code.
+    codes = values * 2
+    scratch = values + 2
+    torch.minimum(codes, scratch, out=codes)
+    torch.mul(values, 0.5, out=scratch)
+    return torch.minimum(codes, scratch.add_(4), out=codes)
+
+
 def round_magnitude(x: torch.Tensor, fmt: ElementFormat) -> torch.Tensor:
     """Magnitude codes (fp32 holding integers) of ``x >= 0``, nearest-even, saturating."""
-    if fmt.name != "fp4_e2m1":
-        return encode_magnitude(x, fmt).to(torch.float32)
-    # E2M1 has steps of 1/2 below 2, of 1 below 4 and of 2 above. Counting in the step of a
-    # higher binade gives a code at least as large below it, and in that of a lower binade at
-    # least as large above it, so the smallest of the three counts is the right one.
-    codes = (x * 2).round_()
-    scratch = x.round()
-    torch.minimum(codes, scratch.add_(2), out=codes)
-    torch.mul(x, 0.5, out=scratch)
-    torch.minimum(codes, scratch.round_().add_(4), out=codes)
-    return codes.clamp_(max=7)
+    return magnitude_codes(nearest_values(x, fmt), fmt)
 
 
 def round_magnitude_stochastic(x: torch.Tensor, fmt: ElementFormat, bits24: torch.Tensor) -> torch.Tensor:

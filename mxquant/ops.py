@@ -41,7 +41,7 @@ def quantize(
     one number) replaces the one derived from the weight. Raises ``WeightError`` for NaN, infinite
     or non-matrix weights, naming the place.
     """
-    packed, scale, made = torch.ops.mxquant.quantize(weight, scheme.spec, seed, name, global_scale)
+    packed, scale, made = torch.ops.mxquant.quantize(weight.detach(), scheme.spec, seed, name, global_scale)
     return QTensor(packed, scale, made, (weight.shape[0], weight.shape[1]), scheme)
 
 
@@ -74,7 +74,7 @@ def exact_in(dtype: torch.dtype, scheme: QuantScheme) -> bool:
 def _quantize_reference(weight, scheme, seed, name, global_scale):  # type: ignore[no-untyped-def]
     q = quantize_tensor(weight, scheme_from_spec(scheme), seed=seed, name=name, global_scale=global_scale)
     made = q.global_scale
-    return q.packed, q.scale, made.clone() if made is not None and made is global_scale else made
+    return q.packed, q.scale, made if made is None or global_scale is None else made.clone()
 
 
 def _quantize_fake(weight, scheme, seed, name, global_scale):  # type: ignore[no-untyped-def]
@@ -132,7 +132,7 @@ def _linear_backward(ctx, grad):  # type: ignore[no-untyped-def]
         weight = torch.ops.mxquant.dequantize(packed, scale, global_scale, shape, spec, dtype)
         grad_x = (grad.to(dtype) @ weight).to(grad.dtype)
     if ctx.bias_dtype is not None and ctx.needs_input_grad[4]:
-        grad_bias = grad.flatten(0, -2).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        grad_bias = grad.reshape(-1, shape[0]).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
     return grad_x, None, None, None, grad_bias, None, None
 
 

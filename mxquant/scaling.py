@@ -11,8 +11,8 @@ absmax-nonzero     as absmax, but a block that is not all zero gets at least the
 ceil               the smallest scale ``s`` with ``amax <= M * s/g``: nothing saturates
 four-over-six      the better, by squared error, of the scales that map amax to 6 and to 4
                    (arXiv 2512.02010); at least the smallest scale
-search             least squared error over the scales from 2 codes below to 5 codes above
-                   absmax's (arXiv 2605.12464); at least the smallest scale
+search             least squared error over the scales -1, 0, 1, 3, 4, 5 and 6 codes from absmax's
+                   (an idea of arXiv 2605.12464); at least the smallest scale
 =================  =====================================================================
 
 Rules for power-of-two scales (e8m0), with ``E = floor(log2 M)``
@@ -39,12 +39,15 @@ import torch
 
 from mxquant import blocks as B
 from mxquant.formats import ElementFormat, QuantScheme, ScaleFormat
-from mxquant.numerics import decode_scale, effective_scale, encode_scale, magnitude_values, round_magnitude
+from mxquant.numerics import decode_scale, effective_scale, encode_scale, nearest_values
 
 _FP32_MAX = torch.finfo(torch.float32).max
-# Offsets in codes, tried in this order; the first of equals wins. Codes are 1/8 of a binade apart, so
-# -2 lets the largest element clip by a fifth and +5 passes the scale that maps it to 4.
-_SEARCH_CODES = (0, -1, 1, -2, 2, 3, 4, 5)
+# The reciprocal of numbers this large is rounded to 21 bits; the margin keeps decoded values finite.
+_LARGEST_AMAX = _FP32_MAX * (1 - 2.0**-20)
+# Offsets in codes, tried in this order; the first of equals wins. The best scale maps a block's largest
+# element near 6 (offsets -1 to 1) or near 4 (3 to 6), hardly ever between. On Gaussian, Laplace and real
+# weights in blocks of 8 to 32 these seven leave at most 1 % more error than all from -4 to 8.
+_SEARCH_CODES = (0, -1, 1, 3, 4, 5, 6)
 _SEARCH_BINADES = (0, 1, -1, 2)
 
 
@@ -60,7 +63,7 @@ def global_scale_for(amax: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
     if scheme.scale_rule == "four-over-six" and target > 1.0:
         target = 2.0 ** math.floor(math.log2(target))
     # In this order it is bit for bit what NVFP4 writers compute.
-    scale = amax.to(torch.float32).reciprocal() * (target * scheme.element_format.max)
+    scale = amax.to(torch.float32).clamp(max=_LARGEST_AMAX).reciprocal() * (target * scheme.element_format.max)
     return torch.where(amax > 0, scale.clamp(max=_FP32_MAX), 1.0).reshape(1)
 
 
@@ -76,13 +79,18 @@ def block_scales(
     if not fmt.coded:
         return _float_scales(amax, element, fmt, global_scale)
     if fmt.exponent_only:
+        largest = _largest_power_of_two(element, fmt)
         start = _power_of_two_codes(amax, element, fmt, "floor" if rule == "search" else rule, global_scale)
         if rule == "search":
-            start = _search(blocks, amax, scheme, global_scale, (_shifted(start, o, 0, 254) for o in _SEARCH_BINADES))
-        start.clamp_(max=_largest_power_of_two(element, fmt))
+            candidates = (_shifted(start, offset, 0, largest) for offset in _SEARCH_BINADES)
+            start = _search(blocks, amax, scheme, global_scale, candidates)
+        elif rule == "rceil":
+            start = _smallest_unsaturated(start, amax, scheme, global_scale, largest)
     else:
         start = encode_scale(_quotient(amax, element.max, global_scale), fmt, up=rule == "ceil")
-        if rule == "four-over-six":
+        if rule == "ceil":
+            start = _smallest_unsaturated(start, amax, scheme, global_scale, fmt.max_code)
+        elif rule == "four-over-six":
             four = encode_scale(_quotient(amax, 4.0, global_scale), fmt)
             candidates = (_shifted(codes, 0, 1, fmt.max_code) for codes in (start, four))
             start = _search(blocks, amax, scheme, global_scale, candidates)
@@ -91,10 +99,6 @@ def block_scales(
             start = _search(blocks, amax, scheme, global_scale, candidates)
         if rule in ("absmax-nonzero", "four-over-six", "search"):
             start = torch.where(amax > 0, start.clamp(min=1), 0)
-    if rule in ("ceil", "rceil"):
-        # amax/M was rounded: where that lost the last bit, the next scale is the one asked for.
-        too_small = amax > effective_scale(start, fmt, global_scale) * element.max
-        start = start + (too_small & (start < fmt.max_code)).to(torch.uint8)
     return start
 
 
@@ -150,6 +154,24 @@ def _mantissa(value: float) -> int:
     return int((fraction * 2 - 1) * (1 << 23))
 
 
+def _smallest_unsaturated(
+    codes: torch.Tensor, amax: torch.Tensor, scheme: QuantScheme, global_scale: torch.Tensor | None, largest: int
+) -> torch.Tensor:
+    """The smallest codes, up to ``largest``, with ``amax <= M * fl32(s/g)``, from a guess at most one code off.
+
+    The guess comes from a rounded ``g * amax``; this settles it, exactly.
+    """
+    codes = _shifted(codes, -1, 0, largest)
+    for _ in range(2):
+        scale = effective_scale(codes, scheme.scale_format, global_scale)
+        # Cut in two, a scale times M needs no rounding, so neither does the comparison.
+        high = (scale.view(torch.int32) & ~0xFFF).view(torch.float32)
+        m = scheme.element_format.max
+        too_small = amax - high * m > (scale - high) * m
+        codes = codes + (too_small & (codes < largest)).to(torch.uint8)
+    return codes
+
+
 def _shifted(codes: torch.Tensor, offset: int, low: int, high: int) -> torch.Tensor:
     return (codes.to(torch.int16) + offset).clamp_(low, high).to(torch.uint8)
 
@@ -163,20 +185,21 @@ def _search(
 ) -> torch.Tensor:
     """The candidate codes with the least squared error in each block; the first of equals wins."""
     element, fmt = scheme.element_format, scheme.scale_format
-    magnitudes = B.as_columns(blocks).abs_()
+    magnitudes = B.as_columns(blocks).abs()
+    quotient = torch.empty_like(magnitudes)
     best_codes = best_error = None
     for codes in candidates:
         scale = effective_scale(codes, fmt, global_scale)
-        flat = scale.view(1, -1)
-        quotient = magnitudes / flat
-        residual = magnitude_values(round_magnitude(quotient, element), element).sub_(quotient)
+        # A scale that a large global scale turned into zero would lose the block: error NaN, never better.
+        scale = torch.where(scale > 0, scale, torch.inf)
+        torch.div(magnitudes, scale.view(1, -1), out=quotient)
+        residual = nearest_values(quotient, element).sub_(quotient)
         # In units of amax nothing under- or overflows, whatever the size of the weights.
         error = B.ordered_sum(residual.mul_(residual)).view(amax.shape) * (scale / amax) ** 2
         if best_codes is None:
-            best_codes, best_error = codes, error
-        else:
-            better = error < best_error
-            best_codes = torch.where(better, codes, best_codes)
-            best_error = torch.where(better, error, best_error)
+            best_codes, best_error = codes, torch.full_like(error, torch.inf)
+        better = error < best_error
+        best_codes = torch.where(better, codes, best_codes)
+        best_error = torch.where(better, error, best_error)
     assert best_codes is not None
     return best_codes

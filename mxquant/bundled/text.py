@@ -66,28 +66,25 @@ def _read(split: Split) -> tuple[tuple[str, ...], frozenset[str]]:
     """The documents of one part, and the keys of all that was seen up to its end."""
     seen = set() if split == "heldout" else set(_read("heldout")[1])
     texts = []
-    for group, pieces in _sources(split):
+    for pieces in _sources(split):
         fresh = [text for head, body in pieces if (text := _layout(head, _fresh(body, seen)))]
-        # A lone module heading with nothing under it is not a document.
-        if fresh:
+        if fresh:  # most often a module without docstrings
             texts.append("\n\n".join(fresh))
     return tuple(texts), frozenset(seen)
 
 
-def _sources(split: Split) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """(group, [(heading, text), ...]) of every document of one part, topics first."""
+def _sources(split: Split) -> Iterator[list[tuple[str, str]]]:
+    """The (heading, text) pairs of every document of one part, topics first, then by name."""
     from pydoc_data.topics import topics
 
     for name in sorted(topics):
-        group = f"topic:{name}"
-        if _split_of(group) == split:
-            yield group, [("", topics[name])]
+        if _split_of(f"topic:{name}") == split:
+            yield [("", topics[name])]
     root = Path(sysconfig.get_path("stdlib"))
     paths = {path.relative_to(root).with_suffix("").parts: path for path in root.rglob("*.py")}
     for parts, path in sorted(paths.items()):
-        group = _group(parts[0])
-        if _is_wanted(parts) and _split_of(group) == split:
-            yield group, _docstrings(".".join(parts).removesuffix(".__init__"), path)
+        if _is_wanted(parts) and _split_of(_group(parts[0])) == split:
+            yield _docstrings(".".join(parts).removesuffix(".__init__"), path)
 
 
 def _is_wanted(parts: tuple[str, ...]) -> bool:

@@ -13,13 +13,15 @@ from mxquant.errors import WeightError
 from mxquant.formats import QuantScheme
 from mxquant.numerics import (
     effective_scale,
+    magnitude_codes,
     magnitude_values,
-    round_magnitude,
+    nearest_values,
     round_magnitude_stochastic,
     scale_dtype,
     sign_bits,
 )
 from mxquant.packing import pack
+from mxquant.parallel import ordered_map
 from mxquant.qtensor import CHUNK_ELEMENTS, QTensor
 from mxquant.rng import derive_key, random_bits24
 from mxquant.scaling import block_scales, count_small_scales, global_scale_for
@@ -85,10 +87,14 @@ def quantize_tensor(
     seed, name : what stochastic rounding draws from: the same pair gives the same bytes anywhere.
     global_scale : fp32 ``[1]`` to use in place of the one that the weight itself asks for.
 
-    Raises ``WeightError`` for NaN, infinities and unsupported shapes or dtypes.
+    Raises ``WeightError`` for NaN, infinities, unsupported shapes or dtypes, and global scales that
+    are not positive.
     """
     check_weight(weight, name)
-    if scheme.global_scale and global_scale is None:
+    weight = weight.detach()
+    if global_scale is not None:
+        global_scale = _check_global_scale(global_scale, scheme, name)
+    elif scheme.global_scale:
         global_scale = global_scale_for(tensor_amax(weight), scheme)
     shape = (weight.shape[0], weight.shape[1])
     packed = torch.empty(scheme.packed_shape(shape), dtype=torch.uint8, device=weight.device)
@@ -107,22 +113,34 @@ def quantize_chunks(
     seed: int,
     name: str,
     global_scale: torch.Tensor | None,
+    device: torch.device | None = None,
     with_stats: bool = False,
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> Iterator[RowChunk]:
-    """Quantize a weight a few rows at a time; the bytes do not depend on the chunk size."""
+    """Quantize a weight a few rows at a time, on ``device`` (None: where the weight is).
+
+    The bytes depend neither on the chunk size nor on the device.
+    """
     rows, columns = weight.shape
+    device = device or weight.device
+    if global_scale is not None:
+        global_scale = global_scale.to(device)
     key = derive_key(seed, name)
     r = scheme.block_shape[0]
     step = max(1, chunk_elements // columns // r) * r
-    for start in range(0, rows, step):
+
+    def quantize_rows(start: int) -> RowChunk:
         stop = min(start + step, rows)
-        x = weight[start:stop].to(torch.float32).contiguous()
+        x = weight[start:stop].to(device).to(torch.float32).contiguous()
         try:
             packed, scale, stats = _quantize_rows(x, scheme, global_scale, key, start, with_stats)
         except FloatingPointError:
             _raise_non_finite(x, start, name)
-        yield RowChunk(start, stop, packed, scale, stats)
+        return RowChunk(start, stop, packed, scale, stats)
+
+    starts = range(0, rows, step)
+    workers = min(torch.get_num_threads(), len(starts)) if device.type == "cpu" else 1
+    yield from ordered_map(quantize_rows, starts, workers)
 
 
 def tensor_amax(weight: torch.Tensor) -> torch.Tensor:
@@ -138,6 +156,15 @@ def check_weight(weight: torch.Tensor, name: str) -> None:
     if weight.dtype not in FLOAT_DTYPES:
         names = ", ".join(str(d).removeprefix("torch.") for d in FLOAT_DTYPES)
         raise WeightError(f"{name}: cannot quantize {str(weight.dtype).removeprefix('torch.')} weights; need {names}")
+
+
+def _check_global_scale(global_scale: torch.Tensor, scheme: QuantScheme, name: str) -> torch.Tensor:
+    if not scheme.global_scale:
+        raise WeightError(f"{name}: {scheme.name} has no global scale, but one was given")
+    one = global_scale.dtype == torch.float32 and global_scale.numel() == 1
+    if not one or not 0 < float(global_scale) < math.inf:
+        raise WeightError(f"{name}: the global scale must be one positive, finite fp32 number, not {global_scale}")
+    return global_scale.detach().reshape(1)
 
 
 def _quantize_rows(
@@ -162,9 +189,11 @@ def _quantize_rows(
     if scheme.rounding == "stochastic":
         bits = random_bits24(key, _element_index(blocks, first_row, columns))
         codes = round_magnitude_stochastic(magnitude, element, bits)
+        values = magnitude_values(codes, element)
     else:
-        codes = round_magnitude(magnitude, element)
-    stats = _stats(x, blocks, magnitude, codes, amax, scale, effective, scheme) if with_stats else None
+        values = nearest_values(magnitude, element)
+        codes = magnitude_codes(values, element)
+    stats = _stats(x, blocks, magnitude, values, amax, scale, effective, scheme) if with_stats else None
     codes8 = codes.to(torch.uint8).view(-1, blocks.shape[2] * blocks.shape[3])[:rows, :columns]
     packed = pack(codes8 | sign_bits(x, element), element.bits)
     return packed, scale.view(scale_dtype(fmt)), stats
@@ -182,14 +211,14 @@ def _stats(
     x: torch.Tensor,
     blocks: torch.Tensor,
     magnitude: torch.Tensor,
-    codes: torch.Tensor,
+    values: torch.Tensor,
     amax: torch.Tensor,
     scale: torch.Tensor,
     effective: torch.Tensor,
     scheme: QuantScheme,
 ) -> QuantStats:
     zero, subnormal = count_small_scales(scale, amax, scheme.scale_format)
-    error = magnitude_values(codes, scheme.element_format).mul_(effective).sub_(blocks.abs()).flatten()
+    error = values.mul_(effective).sub_(blocks.abs()).flatten()
     flat = x.view(-1)
     return QuantStats(
         elements=x.numel(),

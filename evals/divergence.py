@@ -1,0 +1,98 @@
+"""How far a model's predictions are from a baseline's.
+
+Perplexity alone hides damage: errors that help some tokens cancel those that hurt others. The
+divergence of the whole distribution does not.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+CONFIDENCE = 0.95
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """A model against its baseline on the same windows.
+
+    Attributes
+    ----------
+    kl : mean over tokens of KL(baseline || model), in nats.
+    agreement : share of tokens, 0 to 1, whose most likely next token is the same in both.
+    ratio : the model's perplexity divided by the baseline's.
+    kl_interval, ratio_interval : 95 % confidence, see :func:`mean_interval`; None for one window.
+    """
+
+    kl: float
+    agreement: float
+    ratio: float
+    kl_interval: Interval | None
+    ratio_interval: Interval | None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "kl": self.kl,
+            "kl_interval": self.kl_interval,
+            "top1_agreement": self.agreement,
+            "perplexity_ratio": self.ratio,
+            "perplexity_ratio_interval": self.ratio_interval,
+        }
+
+
+def token_kl(baseline: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
+    """KL(baseline || model) of each position, in nats.
+
+    Both are log-probabilities, fp32 ``[..., vocabulary]``; the result is fp32 ``[...]``. A token
+    that the baseline rules out adds nothing. Equal inputs give exactly zero.
+    """
+    probability = baseline.exp()
+    terms = torch.where(probability > 0, probability * (baseline - model), 0.0)
+    return terms.sum(-1)
+
+
+def token_agreement(baseline: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
+    """Whether the most likely token is the same: bool ``[...]`` of two ``[..., vocabulary]``."""
+    return baseline.argmax(-1) == model.argmax(-1)
+
+
+def mean_interval(values: torch.Tensor, confidence: float = CONFIDENCE) -> Interval | None:
+    """Confidence interval of the mean of ``values`` (``[n]``), by Student's t; None for n < 2.
+
+    The values are one number a window. Tokens within a window are not independent, windows nearly
+    are, so the window is the unit: an interval over tokens would be several times too narrow.
+    """
+    count = len(values)
+    if count < 2:
+        return None
+    from scipy.stats import t
+
+    values = values.double()
+    mean, error = values.mean().item(), values.std().item() / math.sqrt(count)
+    width = float(t.ppf((1 + confidence) / 2, count - 1)) * error
+    return mean - width, mean + width
+
+
+def summarize(
+    baseline_nll: torch.Tensor, model_nll: torch.Tensor, kl: torch.Tensor, agreement: torch.Tensor
+) -> Divergence:
+    """The divergence from one number a window each, all float64 ``[windows]``.
+
+    ``baseline_nll`` and ``model_nll`` are mean NLLs in nats, ``kl`` a mean in nats, ``agreement``
+    a share. The ratio's interval is that of the *paired* differences of NLL: a window that is hard
+    for both says nothing about the quantization.
+    """
+    difference = (model_nll - baseline_nll).double()
+    interval = mean_interval(difference)
+    return Divergence(
+        kl=kl.mean().item(),
+        agreement=agreement.mean().item(),
+        ratio=math.exp(difference.mean().item()),
+        kl_interval=mean_interval(kl),
+        ratio_interval=None if interval is None else (math.exp(interval[0]), math.exp(interval[1])),
+    )

@@ -1,0 +1,84 @@
+"""The texts that perplexity is measured on."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from mxquant.errors import MXQuantError
+from mxquant.evals.hub import ensure_quick_failure
+
+WIKITEXT2 = "wikitext2"
+BUILTIN = "builtin"
+_WIKITEXT2_SOURCE = ("Salesforce/wikitext", "wikitext-2-raw-v1")
+
+
+@dataclass(frozen=True)
+class EvalText:
+    """A text with its name; ``note`` says what else one must know to find the same text again."""
+
+    name: str
+    text: str
+    note: str = ""
+
+    @property
+    def sha256(self) -> str:
+        """SHA-256 of the text's UTF-8 bytes, in hexadecimal."""
+        return hashlib.sha256(self.text.encode("utf-8")).hexdigest()
+
+    def to_dict(self) -> dict[str, str | int]:
+        return {"name": self.name, "sha256": self.sha256, "characters": len(self.text), "note": self.note}
+
+
+def load_text(name: str | Path) -> EvalText:
+    """The text called ``name``: ``"wikitext2"``, ``"builtin"`` or the path of a UTF-8 file.
+
+    ``wikitext2`` is the test split of WikiText-2 (raw) from the hub, its rows joined by blank
+    lines, as GPTQ and most work since evaluate it. ``builtin`` is documentation that the running
+    Python ships and that the bundled model never saw. A file with one of these two names is
+    reached as ``./wikitext2``. Raises ``MXQuantError`` if the text is missing, unreadable or empty.
+    """
+    if name == WIKITEXT2:
+        text = EvalText(WIKITEXT2, _wikitext2(), "test split of wikitext-2-raw-v1, rows joined by blank lines")
+    elif name == BUILTIN:
+        text = _builtin()
+    else:
+        path = Path(name).expanduser()
+        text = EvalText(str(name), _read(path))
+    if not text.text.strip():
+        raise MXQuantError(f"text {text.name} is empty; give a file with text in it by --text FILE")
+    return text
+
+
+def _wikitext2() -> str:
+    ensure_quick_failure()
+    try:
+        import datasets
+
+        rows = datasets.load_dataset(*_WIKITEXT2_SOURCE, split="test")["text"]
+    except ImportError as error:
+        raise MXQuantError(f"--text wikitext2 needs the package datasets ({error}); or use --text FILE") from error
+    except Exception as error:  # the hub's client raises dozens of types
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise MXQuantError(
+            f"cannot get WikiText-2 from the hub ({reason}); use --text FILE with a text of your own, or --text builtin"
+        ) from error
+    return "\n\n".join(rows)
+
+
+def _builtin() -> EvalText:
+    from mxquant.bundled.text import heldout_text, provenance
+
+    return EvalText(BUILTIN, heldout_text(), f"documentation of Python {provenance()['python']}")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8")
+    except FileNotFoundError as error:
+        raise MXQuantError(f"no text file {path}; --text takes a file, {WIKITEXT2} or {BUILTIN}") from error
+    except UnicodeDecodeError as error:
+        raise MXQuantError(f"text file {path} is not UTF-8 (byte {error.start})") from error
+    except OSError as error:
+        raise MXQuantError(f"cannot read text file {path}: {error.strerror}") from error

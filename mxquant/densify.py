@@ -1,0 +1,124 @@
+"""From a quantized checkpoint back to a dense one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from mxquant.checkpoint import compressed_tensors, native
+from mxquant.checkpoint.layout import INDEX_NAME, OutputTensor
+from mxquant.checkpoint.reader import Checkpoint, resolve_source
+from mxquant.checkpoint.writer import DTYPE_NAMES, index_json, plan_shards, shard_names
+from mxquant.errors import CheckpointError
+from mxquant.output import carry_side_files, check_disk_space, check_output, copy_tensor, open_shard, output_folder
+from mxquant.pipeline import DEFAULT_SHARD_BYTES, Progress
+from mxquant.ops import QTensor
+
+_SUFFIXES = {native.QUANT_METHOD: "weight", compressed_tensors.QUANT_METHOD: "weight_packed"}
+
+
+def dequantize_model(
+    source: str | Path,
+    out: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Path:
+    """Write the dense checkpoint that a quantized one stands for.
+
+    ``dtype``: of the weights that were quantized; None takes the model's own (``config.json``).
+    Everything else is copied. Reads mxquant's format and compressed-tensors' NVFP4 and MXFP4.
+    Raises ``CheckpointError`` for anything else, and for parts that are missing or do not fit.
+    """
+    checkpoint = Checkpoint(resolve_source(source))
+    config = dict(checkpoint.config)
+    quantization = config.pop("quantization_config", None) or {}
+    method = quantization.get("quant_method")
+    if method not in _SUFFIXES:
+        what = f"quantized by {method}, which cannot be read here" if method else "not quantized"
+        raise CheckpointError(f"{checkpoint.folder} is {what}")
+    out = Path(out)
+    check_output(out, checkpoint.folder, overwrite)
+    reader = _Reader(checkpoint, method, quantization, dtype or _config_dtype(config))
+    shards = plan_shards([[o] for o in reader.outputs], max_shard_bytes)
+    check_disk_space(out.absolute(), sum(o.nbytes for o in reader.outputs))
+    names = shard_names(len(shards))
+    with output_folder(out) as folder:
+        for file, shard in zip(names, shards, strict=True):
+            with open_shard(folder / file, shard) as writer:
+                for output in shard:
+                    if output.name in reader.entries:
+                        writer.write(output.name, reader.dense(output.name))
+                    else:
+                        copy_tensor(checkpoint, output.name, writer)
+                    if progress:
+                        progress(output.name, output.parameters)
+        if len(names) > 1:
+            (folder / INDEX_NAME).write_text(index_json(shards))
+        carry_side_files(checkpoint, folder)
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return out
+
+
+class _Reader:
+    """The tensors of the dense checkpoint: ``outputs``, of which ``entries`` are decoded by ``dense``."""
+
+    def __init__(self, checkpoint: Checkpoint, method: str, quantization: dict, dtype: torch.dtype):  # type: ignore[type-arg]
+        self._checkpoint, self._dtype, self._suffix = checkpoint, dtype, _SUFFIXES[method]
+        self.entries: dict[str, native.ModuleEntry] = {}
+        self.outputs: list[OutputTensor] = []
+        table = native.parse_config(quantization) if method == native.QUANT_METHOD else None
+        scheme = compressed_tensors.parse_config(quantization) if table is None else None
+        parts: set[str] = set()
+        for info in checkpoint.tensors.values():
+            module, _, leaf = info.name.rpartition(".")
+            if leaf != self._suffix:
+                continue
+            if table is not None:
+                entry = table.match(module)
+            else:
+                assert scheme is not None
+                entry = native.ModuleEntry(module, scheme, (info.shape[0], info.shape[1] * 2))
+            if entry is not None:
+                name = f"{module}.weight"
+                self.entries[name] = entry
+                parts |= {info.name, f"{module}.weight_scale", f"{module}.weight_global_scale"}
+                self.outputs.append(OutputTensor(name, DTYPE_NAMES[dtype], entry.dense_shape))
+        self.outputs += [
+            OutputTensor(i.name, i.dtype, i.shape) for i in checkpoint.tensors.values() if i.name not in parts
+        ]
+        if table is not None:
+            lost = table.unmatched([e.name for e in self.entries.values()])
+            if lost:
+                raise CheckpointError(f"{checkpoint.folder}: the config names {lost[0]}, which has no tensor")
+
+    def dense(self, name: str) -> torch.Tensor:
+        entry = self.entries[name]
+        module, scheme = entry.name, entry.scheme
+        packed = self._part(f"{module}.{self._suffix}")
+        scale = self._part(f"{module}.weight_scale")
+        global_scale = self._part(f"{module}.weight_global_scale") if scheme.global_scale else None
+        try:
+            q = QTensor(packed.view(scheme.packed_shape(entry.shape)), scale, global_scale, entry.shape, scheme)
+        except (ValueError, RuntimeError) as error:
+            raise CheckpointError(f"{module}: {error}") from error
+        weight = q.dequantize(self._dtype)
+        return weight.t().contiguous() if entry.transposed else weight
+
+    def _part(self, name: str) -> torch.Tensor:
+        if name not in self._checkpoint.tensors:
+            raise CheckpointError(f"{self._checkpoint.folder}: tensor {name} is missing")
+        return self._checkpoint.read(name)
+
+
+def _config_dtype(config: dict) -> torch.dtype:  # type: ignore[type-arg]
+    text = config.get("text_config") or {}
+    name = config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype") or "float32"
+    dtype = getattr(torch, str(name), None)
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise CheckpointError(f"the config's dtype {name!r} is not a float type; pass dtype")
+    return dtype

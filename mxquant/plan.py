@@ -1,0 +1,293 @@
+"""The plan of a quantization: every tensor's fate, and every problem that can be known beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from mxquant.checkpoint import compressed_tensors, native
+from mxquant.checkpoint.layout import FLOAT_DTYPES, OutputTensor
+from mxquant.checkpoint.reader import Checkpoint
+from mxquant.checkpoint.writer import DTYPE_NAMES, plan_shards
+from mxquant.errors import CheckpointError, PlanError
+from mxquant.formats import QuantScheme
+from mxquant.numerics import scale_dtype
+from mxquant.qtensor import CHUNK_ELEMENTS
+from mxquant.recipe import QuantRecipe
+from mxquant.transformers.architectures import NameMapper, Parameter, build_meta_model, fused_group, inventory
+
+MAX_DENSE_SHARE = 0.05
+# fp32 working copies of one chunk that live at once, measured generously.
+_CHUNK_COPIES = 16
+
+
+@dataclass
+class TensorPlan:
+    """What becomes of one tensor of the source.
+
+    ``shape``: as stored; ``matrix``: ``(out_features, in_features)`` where it is quantized.
+    ``scheme`` None: copied as it is, because of ``reason``. ``group``: tensors of one group share
+    their global scale. ``outputs``: what is written for it.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    kind: str
+    scheme: QuantScheme | None
+    reason: str
+    transposed: bool = False
+    group: str | None = None
+    outputs: list[OutputTensor] = field(default_factory=list)
+
+    @property
+    def module(self) -> str:
+        return self.name.removesuffix(".weight")
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        rows, columns = self.shape
+        return (columns, rows) if self.transposed else (rows, columns)
+
+    @property
+    def parameters(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def bytes_after(self) -> int:
+        return sum(o.nbytes for o in self.outputs)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "dtype": self.dtype,
+            "shape": list(self.shape),
+            "kind": self.kind,
+            "scheme": self.scheme.name if self.scheme else None,
+            "reason": self.reason,
+            "bytes_after": self.bytes_after,
+        }
+
+
+@dataclass
+class QuantPlan:
+    """Everything :func:`mxquant.quantize_model` is going to do; see :func:`make_plan`."""
+
+    source: Path
+    tensors: list[TensorPlan]
+    on_disk: str
+    on_disk_reason: str
+    shards: list[list[OutputTensor]]
+    quantization_config: dict[str, Any]
+    bytes_before: int
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def quantized(self) -> list[TensorPlan]:
+        return [t for t in self.tensors if t.scheme]
+
+    @property
+    def dense(self) -> list[TensorPlan]:
+        return [t for t in self.tensors if not t.scheme]
+
+    @property
+    def parameters(self) -> int:
+        return sum(t.parameters for t in self.tensors)
+
+    @property
+    def bytes_after(self) -> int:
+        return sum(t.bytes_after for t in self.tensors)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Stored bits per quantized weight, scales and padding included."""
+        count = sum(t.parameters for t in self.quantized)
+        return 8 * sum(t.bytes_after for t in self.quantized) / count if count else 0.0
+
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted peak of anonymous memory for tensor data: the working copies of one row chunk."""
+        widest = max((t.matrix[1] * t.scheme.block_shape[0] for t in self.quantized if t.scheme), default=0)
+        return _CHUNK_COPIES * 4 * max(CHUNK_ELEMENTS, widest)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "source": str(self.source),
+            "on_disk": self.on_disk,
+            "on_disk_reason": self.on_disk_reason,
+            "parameters": self.parameters,
+            "quantized_parameters": sum(t.parameters for t in self.quantized),
+            "bytes_before": self.bytes_before,
+            "bytes_after": self.bytes_after,
+            "bits_per_weight": self.bits_per_weight,
+            "predicted_peak_bytes": self.peak_bytes,
+            "shards": len(self.shards),
+            "warnings": self.warnings,
+            "tensors": [t.to_dict() for t in self.tensors],
+        }
+
+
+def make_plan(
+    checkpoint: Checkpoint,
+    recipe: QuantRecipe,
+    *,
+    max_shard_bytes: int,
+    allow_dense: bool = False,
+    trust_remote_code: bool = False,
+) -> QuantPlan:
+    """Decide what happens to every tensor, from headers and the model class alone.
+
+    Raises ``PlanError`` with *all* problems found: a quantized source, an unknown architecture,
+    missing tensors, rules that match nothing, layers left dense by accident.
+    """
+    check_not_quantized(checkpoint)
+    model = build_meta_model(_config(checkpoint, trust_remote_code), trust_remote_code=trust_remote_code)
+    parameters = {p.name: p for p in inventory(model)}
+    mapper = NameMapper(model)
+    tensors, problems = _decide(checkpoint, recipe, parameters, mapper)
+    missing = list(mapper.missing(checkpoint.tensors, parameters.values()))
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        problems.append(f"the checkpoint lacks {', '.join(missing[:3])}{more}, which {type(model).__name__} needs")
+    problems += _check_coverage(tensors, recipe, allow_dense)
+    if problems:
+        raise PlanError(problems)
+    on_disk, why = _choose_format([t for t in tensors if t.scheme])
+    for t in tensors:
+        t.outputs = _outputs(t, on_disk)
+    shards = plan_shards([t.outputs for t in tensors], max_shard_bytes)
+    config = _quantization_config(tensors, on_disk)
+    return QuantPlan(checkpoint.folder, tensors, on_disk, why, shards, config, checkpoint.nbytes)
+
+
+def check_not_quantized(checkpoint: Checkpoint) -> None:
+    """Raise ``CheckpointError`` if the source is quantized already."""
+    config = checkpoint.config
+    text_config = config.get("text_config") if isinstance(config.get("text_config"), dict) else {}
+    found = config.get("quantization_config") or text_config.get("quantization_config")
+    method = (found or {}).get("quant_method", "unknown method") if found else None
+    if method is None and (checkpoint.folder / "hf_quant_config.json").exists():
+        method = "modelopt"
+    if method:
+        raise CheckpointError(
+            f"{checkpoint.folder} is already quantized ({method}); start from the dense model, "
+            "or make one with `mxquant dequantize`"
+        )
+
+
+def _config(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=trust_remote_code)
+    except (ValueError, KeyError, ImportError, OSError) as error:
+        kind = checkpoint.config.get("model_type")
+        text = " ".join(str(error).split())[:200]
+        raise CheckpointError(f"{checkpoint.folder}: model type {kind!r} is not known to transformers: {text}") from error
+
+
+def _decide(
+    checkpoint: Checkpoint, recipe: QuantRecipe, parameters: dict[str, Parameter], mapper: NameMapper
+) -> tuple[list[TensorPlan], list[str]]:
+    tensors, problems = [], []
+    for info in checkpoint.tensors.values():
+        parameter = parameters.get(mapper(info.name) or "")
+        if parameter is None:
+            reason = "not a parameter of the model class"
+            tensors.append(TensorPlan(info.name, info.dtype, info.shape, "unknown", None, reason))
+            continue
+        stored = parameter.shape[::-1] if parameter.transposed else parameter.shape
+        if info.shape != stored:
+            problems.append(f"{info.name}: {list(info.shape)} in the file, but the config says {list(stored)}")
+            continue
+        scheme, reason = _scheme_for(info.name, info.dtype, parameter, recipe, problems)
+        group = fused_group(info.name.removesuffix(".weight")) if scheme and scheme.global_scale else None
+        kind, transposed = parameter.kind, parameter.transposed
+        tensors.append(TensorPlan(info.name, info.dtype, info.shape, kind, scheme, reason, transposed, group))
+    names = [t.module for t in tensors if t.name.endswith(".weight")]
+    problems += [f"pattern {p!r} matches no module of the model" for p in recipe.unused_patterns(names)]
+    return tensors, problems
+
+
+def _scheme_for(
+    name: str, dtype: str, parameter: Parameter, recipe: QuantRecipe, problems: list[str]
+) -> tuple[QuantScheme | None, str]:
+    if not name.endswith(".weight"):
+        return None, parameter.reason or parameter.kind
+    decision = recipe.decide(name.removesuffix(".weight"))
+    if not parameter.is_matrix_product:
+        return None, parameter.reason or parameter.kind
+    if not parameter.quantizable and not decision.named:
+        return None, parameter.reason or parameter.kind
+    if decision.scheme and dtype not in FLOAT_DTYPES:
+        problems.append(f"{name}: {dtype} weights cannot be quantized; need {', '.join(FLOAT_DTYPES)}")
+    return decision.scheme, decision.reason
+
+
+def _check_coverage(tensors: list[TensorPlan], recipe: QuantRecipe, allow_dense: bool) -> list[str]:
+    """Problems with what stays dense: nothing may be left out silently."""
+    if not any(t.scheme for t in tensors):
+        return ["nothing would be quantized: no linear layer is matched by the recipe"]
+    known = ("embedding", "output head", "norm", "bias", "convolution")
+    matrices = [t for t in tensors if len(t.shape) >= 2 and t.kind not in known]
+    by_accident = [
+        t for t in matrices if not t.scheme and not (t.kind == "linear" and recipe.decide(t.module).named)
+    ]
+    total = sum(t.parameters for t in matrices)
+    share = sum(t.parameters for t in by_accident) / total if total else 0.0
+    if share > MAX_DENSE_SHARE and not allow_dense:
+        largest = max(by_accident, key=lambda t: t.parameters)
+        return [
+            f"{share:.0%} of the weights in matrices would stay dense without a rule saying so, e.g. {largest.name} "
+            f"({largest.reason}); exclude them, or pass --allow-dense"
+        ]
+    return []
+
+
+def _choose_format(quantized: list[TensorPlan]) -> tuple[str, str]:
+    """The on-disk format and the reason for it."""
+    names = {compressed_tensors.format_name(t.scheme) for t in quantized if t.scheme}
+    if names == {None}:
+        return native.QUANT_METHOD, "no other format holds this scheme"
+    if len(names) > 1:
+        return native.QUANT_METHOD, "several schemes in one model"
+    uneven = next((t for t in quantized if t.scheme and t.matrix[1] % t.scheme.block_shape[1]), None)
+    if uneven:
+        return native.QUANT_METHOD, f"{uneven.name} has {uneven.matrix[1]} input features, not a whole number of blocks"
+    transposed = next((t for t in quantized if t.transposed), None)
+    if transposed:
+        return native.QUANT_METHOD, f"{transposed.name} is stored transposed, which compressed-tensors cannot say"
+    return compressed_tensors.QUANT_METHOD, f"{names.pop()}: read by vLLM, SGLang and transformers without mxquant"
+
+
+def _outputs(t: TensorPlan, on_disk: str) -> list[OutputTensor]:
+    if t.scheme is None:
+        return [OutputTensor(t.name, t.dtype, t.shape)]
+    if on_disk == native.QUANT_METHOD:
+        packed = OutputTensor(t.name, "U8", native.stored_shape(t.scheme, t.matrix, t.shape))
+    else:
+        packed = OutputTensor(f"{t.module}.weight_packed", "U8", t.scheme.packed_shape(t.matrix))
+    kind = DTYPE_NAMES[scale_dtype(t.scheme.scale_format)]
+    outputs = [packed, OutputTensor(f"{t.module}.weight_scale", kind, t.scheme.scale_shape(t.matrix))]
+    if t.scheme.global_scale:
+        outputs.append(OutputTensor(f"{t.module}.weight_global_scale", "F32", (1,)))
+    return outputs
+
+
+def _quantization_config(tensors: list[TensorPlan], on_disk: str) -> dict[str, Any]:
+    quantized = [t for t in tensors if t.scheme]
+    if on_disk == native.QUANT_METHOD:
+        entries = [native.ModuleEntry(t.module, t.scheme, t.matrix, t.transposed) for t in quantized if t.scheme]
+        return native.build_config(entries, [t.module for t in tensors])
+    scheme = quantized[0].scheme
+    assert scheme is not None
+    return compressed_tensors.build_config(scheme, _dense_linears(tensors))
+
+
+def _dense_linears(tensors: Iterable[TensorPlan]) -> list[str]:
+    dense = [t.module for t in tensors if not t.scheme and t.kind in ("linear", "output head")]
+    # The head is ignored by name even where it is tied and has no tensor of its own.
+    return sorted({*dense, "lm_head"}) if not any(t.scheme and t.kind == "output head" for t in tensors) else dense

@@ -1,0 +1,69 @@
+"""A look at the weights before the work: would their block scales fit the scale format?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mxquant import blocks as B
+from mxquant.checkpoint.reader import Checkpoint
+from mxquant.formats import QuantScheme
+from mxquant.plan import QuantPlan
+
+# Row strips looked at in each tensor, spread over its height.
+_STRIPS = 32
+WARN_SHARE = 0.01
+
+
+@dataclass
+class SmallScales:
+    """Sampled blocks of one scheme whose exact scale ``amax/M`` is too small for the format."""
+
+    blocks: int = 0
+    zero: int = 0
+    subnormal: int = 0
+
+    @property
+    def share(self) -> float:
+        return (self.zero + self.subnormal) / self.blocks if self.blocks else 0.0
+
+
+def scan_small_scales(checkpoint: Checkpoint, plan: QuantPlan) -> dict[QuantScheme, SmallScales]:
+    """Per scheme without a global scale, how many sampled blocks would get a zero or subnormal scale."""
+    found: dict[QuantScheme, SmallScales] = {}
+    for t in plan.quantized:
+        scheme = t.scheme
+        assert scheme is not None
+        fmt = scheme.scale_format
+        if scheme.global_scale or not fmt.coded or not fmt.has_zero:
+            continue
+        weight = checkpoint.read(t.name)
+        exact = _sampled_amax(weight.t() if t.transposed else weight, scheme) / scheme.element_format.max
+        counts = found.setdefault(scheme, SmallScales())
+        counts.blocks += exact.numel()
+        zero = int((exact <= fmt.min_positive / 2).sum())
+        counts.zero += zero
+        counts.subnormal += int((exact < fmt.min_normal).sum()) - zero
+    return found
+
+
+def small_scale_warnings(checkpoint: Checkpoint, plan: QuantPlan) -> list[str]:
+    """A sentence for each scheme that more than 1 % of the blocks fall below, naming the cures."""
+    return [
+        f"about {counts.share:.0%} of the {scheme.scale} block scales would be zero ({counts.zero / counts.blocks:.1%}) or "
+        f"subnormal ({counts.subnormal / counts.blocks:.1%}), by a sample of the weights: their blocks lose precision. "
+        f"Cures: {'--scale ue5m3, ' if scheme.scale == 'e4m3' else ''}--global-scale, or larger blocks"
+        for scheme, counts in scan_small_scales(checkpoint, plan).items()
+        if counts.share > WARN_SHARE
+    ]
+
+
+def _sampled_amax(weight: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
+    """Maxima of the blocks, not all zero, in evenly spread strips of the weight."""
+    height = scheme.block_shape[0]
+    strips = max(1, -(-weight.shape[0] // height))
+    rows = [weight[s * height : (s + 1) * height] for s in range(0, strips, max(1, strips // _STRIPS))]
+    maxima = [B.amax(B.split(r.to(torch.float32).contiguous(), scheme.block_shape)).flatten() for r in rows]
+    amax = torch.cat(maxima)
+    return amax[amax > 0]

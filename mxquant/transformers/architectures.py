@@ -1,0 +1,162 @@
+"""What each parameter of a transformers model is, and whether it may be quantized.
+
+Decided from the model itself, built on the meta device: the class of each module and the model's
+own word on embeddings, output head and tied weights. Parameter *names* matter in one place only,
+the groups of projections that serving engines fuse.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from mxquant.errors import CheckpointError
+
+# Projections that vLLM and SGLang fuse into one matrix, and so must share one global scale.
+_FUSED = (
+    re.compile(r"(?P<parent>.*\.)(?:q_proj|k_proj|v_proj)$"),
+    re.compile(r"(?P<parent>.*\.)(?:gate_proj|up_proj)$"),
+    re.compile(r"(?P<parent>.*\.)(?:w1|w3)$"),
+)
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a model.
+
+    ``kind``: linear, output head, embedding, norm, bias, convolution or other. ``shape``: for a
+    linear weight always ``(out_features, in_features)``; ``transposed`` says that the checkpoint
+    stores it the other way round (GPT-2's Conv1D). ``reason``: why it stays dense unless named.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    transposed: bool = False
+    tied_to: str | None = None
+    reason: str | None = None
+
+    @property
+    def module(self) -> str:
+        return self.name.rpartition(".")[0]
+
+    @property
+    def is_matrix_product(self) -> bool:
+        """Whether the parameter is the weight of ``y = x W^T`` and can be quantized at all."""
+        return self.kind in ("linear", "output head") and self.tied_to is None
+
+    @property
+    def quantizable(self) -> bool:
+        """Whether the parameter is quantized by default."""
+        return self.kind == "linear"
+
+
+def build_meta_model(config: Any, *, trust_remote_code: bool = False) -> nn.Module:
+    """The causal-LM model of a config, without memory for its weights.
+
+    Raises ``CheckpointError`` if transformers has no causal LM for it.
+    """
+    from transformers import AutoModelForCausalLM
+
+    names = ", ".join(getattr(config, "architectures", None) or [type(config).__name__])
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except (ValueError, KeyError, ImportError, AttributeError) as error:
+        raise CheckpointError(f"architecture {names} is not a causal LM known to transformers: {_line(error)}") from error
+    return model.eval()
+
+
+def inventory(model: nn.Module) -> list[Parameter]:
+    """Every parameter of the model, in order, tied ones included."""
+    from transformers.pytorch_utils import Conv1D
+
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    modules = dict(model.named_modules(remove_duplicate=False))
+    tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    found = []
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        module, leaf = modules[name.rpartition(".")[0]], name.rpartition(".")[2]
+        shape, is_weight = tuple(tensor.shape), leaf == "weight"
+        if is_weight and head is not None and module is head:
+            source = tied.get(name)
+            reason = f"output head, tied to {source}" if source else "output head"
+            found.append(Parameter(name, "output head", shape, tied_to=source, reason=reason))
+        elif is_weight and isinstance(module, nn.Linear):
+            found.append(Parameter(name, "linear", shape, tied_to=tied.get(name)))
+        elif is_weight and isinstance(module, Conv1D):
+            found.append(Parameter(name, "linear", shape[::-1], transposed=True))
+        else:
+            kind = _kind(module, leaf)
+            found.append(Parameter(name, kind, shape, reason=kind))
+    return found
+
+
+def _kind(module: nn.Module, leaf: str) -> str:
+    if leaf == "bias":
+        return "bias"
+    if isinstance(module, nn.Embedding):
+        return "embedding"
+    if "norm" in type(module).__name__.lower():
+        return "norm"
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        return "convolution"
+    return f"other parameter of {type(module).__name__}"
+
+
+def fused_group(module: str) -> str | None:
+    """A name shared by the projections that serving engines fuse with this one; None if alone."""
+    for number, pattern in enumerate(_FUSED):
+        match = pattern.match(module)
+        if match:
+            return f"{match['parent']}fused{number}"
+    return None
+
+
+def name_mapper(model: nn.Module) -> NameMapper:
+    return NameMapper(model)
+
+
+class NameMapper:
+    """Checkpoint tensor names -> parameter names of the running model.
+
+    Follows the loader of transformers: its renaming rules for the architecture, then the base-model
+    prefix added or dropped. Names that belong to fused conversions map to None.
+    """
+
+    def __init__(self, model: nn.Module):
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+        mapping = get_model_conversion_mapping(model) or []
+        self._renamings = [m for m in mapping if isinstance(m, WeightRenaming)]
+        self._converters = [m for m in mapping if isinstance(m, WeightConverter)]
+        self._prefix = getattr(model, "base_model_prefix", "")
+        self._known = dict(model.state_dict())
+
+    def __call__(self, name: str) -> str | None:
+        from transformers.core_model_loading import rename_source_key
+
+        if name in self._known:
+            return name
+        renamed, converter = rename_source_key(name, self._renamings, self._converters, self._prefix, self._known)
+        if converter is None and renamed in self._known:
+            return renamed
+        renamed, _ = rename_source_key(name, [], [], self._prefix, self._known)
+        return renamed if renamed in self._known else None
+
+    def missing(self, names: Iterable[str], parameters: Iterable[Parameter]) -> Iterator[str]:
+        """Parameters that no tensor of the checkpoint fills and that are not tied to one that is."""
+        present = {self(n) for n in names}
+        for p in parameters:
+            if p.name not in present and p.tied_to is None:
+                yield p.name
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,104 @@
+"""``mxquant.load``: the explicit way from a checkpoint to a model whose weights stay packed."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mxquant.checkpoint import compressed_tensors
+from mxquant.checkpoint.native import QUANT_METHOD, parse_config
+from mxquant.checkpoint.reader import read_config, resolve_source
+from mxquant.errors import CheckpointError
+from mxquant.transformers import register
+
+_PACKED_FORMATS = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
+# Arguments of from_pretrained that say where the files are, rather than what to do with them.
+_WHERE = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+
+
+def load(
+    path: str | Path,
+    *,
+    dtype: torch.dtype | str | None = None,
+    device_map: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """A causal LM of transformers, with quantized weights kept packed where this library can read them.
+
+    Parameters
+    ----------
+    path : a model folder or a hub id. Our own format and compressed-tensors' NVFP4 and MXFP4 stay
+        packed; dense checkpoints and other quantizations load as they do in transformers.
+    dtype : dtype of activations and of everything that is not quantized; the config's by default.
+    device_map, kwargs : passed to ``AutoModelForCausalLM.from_pretrained``.
+
+    Raises ``CheckpointError``, in one line, for a folder that is missing or is not a model, a format
+    that is newer than this version, and weights that do not fit their description.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    register()
+    where = {key: kwargs[key] for key in _WHERE if key in kwargs}
+    found = _quantization_config(path, where)
+    method = found.get("quant_method")
+    if method == QUANT_METHOD:
+        parse_config(found)
+    elif method == compressed_tensors.QUANT_METHOD and _stays_packed(found):
+        _warn_of_activations(path, found)
+        extra = {key: kwargs[key] for key in ("trust_remote_code", "code_revision") if key in kwargs}
+        config = kwargs.get("config") or AutoConfig.from_pretrained(path, **where, **extra)
+        config.quantization_config = {"quant_method": QUANT_METHOD, "compressed_tensors": found}
+        kwargs["config"] = config
+    if dtype is not None:
+        kwargs["dtype"] = dtype
+    return AutoModelForCausalLM.from_pretrained(path, device_map=device_map, **kwargs)
+
+
+def _quantization_config(path: str | Path, where: dict[str, Any]) -> dict[str, Any]:
+    """What ``config.json`` says of quantization; empty for a dense checkpoint."""
+    folder = Path(path).expanduser() / where.get("subfolder", "")
+    text = str(path)
+    if folder.is_dir() or Path(path).exists() or text.startswith((".", "/", "~")) or text.count("/") > 1:
+        config = read_config(resolve_source(folder))
+    else:
+        config = _hub_config(text, where)
+    nested = config.get("text_config")
+    found = config.get("quantization_config") or (isinstance(nested, dict) and nested.get("quantization_config"))
+    return found if isinstance(found, dict) else {}
+
+
+def _hub_config(repo: str, where: dict[str, Any]) -> dict[str, Any]:
+    from transformers import PreTrainedConfig
+
+    try:
+        return PreTrainedConfig.get_config_dict(repo, **where)[0]
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(
+            f"{repo}: no such folder, and no config.json of that name on the hub: {reason}"
+        ) from error
+
+
+def _stays_packed(config: dict[str, Any]) -> bool:
+    """Whether a compressed-tensors checkpoint is NVFP4 or MXFP4 throughout and needs nothing else."""
+    groups = list((config.get("config_groups") or {}).values())
+    formats = {group.get("format") or config.get("format") for group in groups}
+    needs_more = config.get("sparsity_config") or config.get("transform_config")
+    return bool(groups) and formats <= set(_PACKED_FORMATS) and not needs_more
+
+
+def _warn_of_activations(path: str | Path, config: dict[str, Any]) -> None:
+    groups = config["config_groups"].values()
+    activations = next((g["input_activations"] for g in groups if g.get("input_activations")), None)
+    if activations:
+        kind = f"{activations.get('type', '')}{activations.get('num_bits', '')}"
+        warnings.warn(
+            f"{path} asks for {kind} activations (input_activations); here only the weights are quantized, so results "
+            "differ from engines that quantize both",
+            stacklevel=3,
+        )
+    if config.get("kv_cache_scheme"):
+        warnings.warn(f"{path} asks for a quantized KV cache (kv_cache_scheme); it stays unquantized", stacklevel=3)
