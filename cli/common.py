@@ -57,7 +57,14 @@ def handle_errors(function: Callable[..., Any]) -> Callable[..., Any]:
 @contextlib.contextmanager
 def progress(enabled: bool = True) -> Iterator[Progress]:
     """A progress display with an estimate, on standard error; silent when not ``enabled``."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
     columns = (
         TextColumn("{task.description}"),

@@ -137,13 +137,14 @@ def evaluate(
     seq_len: int | None = None,
     windows: int | None = None,
     batch_size: int = 1,
-    advance: Callable[[int], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> list[Perplexity]:
     """Perplexity of every model on a text, and with a ``baseline`` the divergence from it.
 
     With a baseline its result comes first, and all models run side by side, window by window, so
     that each of its log-probabilities is computed once and none is stored. ``windows`` limits their
-    number, ``batch_size`` counts windows, ``advance(n)`` is called after n windows of a model.
+    number, ``batch_size`` counts windows, ``progress(done, total)`` is called after every batch; it
+    counts windows of all models.
 
     A model whose logits are not finite gets a ``problem`` and no perplexity. Raises
     ``MXQuantError`` if that happens to the baseline, if a model's vocabulary or tokenizer is not
@@ -153,11 +154,19 @@ def evaluate(
     limits = {m.name: getattr(m.model.config.get_text_config(), "max_position_embeddings", None) for m in everyone}
     length = window_length(seq_len, limits)
     cut = [cut_windows(m.tokenizer, text, length, windows) for m in everyone]
+    done, total = 0, sum(map(len, cut))
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress is not None:
+            progress(done, total)
+
     if baseline is not None:
         _check_comparable(everyone, cut)
-        tallies = _score(everyone, cut[0], True, batch_size, advance)
+        tallies = _score(everyone, cut[0], batch_size, advance)
     else:
-        tallies = [_score([m], w, False, batch_size, advance)[0] for m, w in zip(everyone, cut, strict=True)]
+        tallies = [_score([m], w, batch_size, advance)[0] for m, w in zip(everyone, cut, strict=True)]
     bos = [bos_token(m.tokenizer) is not None for m in everyone]
     return [tally.result(tallies[0], length, b) for tally, b in zip(tallies, bos, strict=True)]
 
@@ -199,21 +208,19 @@ def _check_comparable(everyone: list[EvalModel], cut: list[torch.Tensor]) -> Non
 
 
 def _score(
-    models: list[EvalModel],
-    windows: torch.Tensor,
-    compare: bool,
-    batch_size: int,
-    advance: Callable[[int], None] | None,
+    models: list[EvalModel], windows: torch.Tensor, batch_size: int, advance: Callable[[int], None]
 ) -> list[_Tally]:
-    tallies = [_Tally(model, compared=compare and i > 0) for i, model in enumerate(models)]
+    """Run the models side by side; all but the first are compared with the first."""
+    tallies = [_Tally(model, compared=i > 0) for i, model in enumerate(models)]
     with torch.inference_mode():
         for start in range(0, len(windows), batch_size):
             batch = windows[start : start + batch_size]
             _score_batch([t for t in tallies if t.problem is None], batch, start)
-            if compare and (problem := tallies[0].problem):
-                raise MXQuantError(f"baseline {tallies[0].model.name}: {problem}")
-            if advance is not None:
-                advance(len(batch) * len(models))
+            advance(len(batch) * len(models))
+            if problem := tallies[0].problem:
+                if len(models) > 1:
+                    raise MXQuantError(f"baseline {models[0].name}: {problem}")
+                break
     return tallies
 
 

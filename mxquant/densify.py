@@ -12,9 +12,9 @@ from mxquant.checkpoint.layout import INDEX_NAME, OutputTensor
 from mxquant.checkpoint.reader import Checkpoint, resolve_source
 from mxquant.checkpoint.writer import DTYPE_NAMES, index_json, plan_shards, shard_names
 from mxquant.errors import CheckpointError
+from mxquant.ops import QTensor
 from mxquant.output import carry_side_files, check_disk_space, check_output, copy_tensor, open_shard, output_folder
 from mxquant.pipeline import DEFAULT_SHARD_BYTES, Progress
-from mxquant.ops import QTensor
 
 _SUFFIXES = {native.QUANT_METHOD: "weight", compressed_tensors.QUANT_METHOD: "weight_packed"}
 

@@ -118,7 +118,7 @@ def _check_linear(x, packed, scale, global_scale, bias, shape, scheme):  # type:
 
 
 def _linear_setup(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    x, packed, scale, global_scale, bias, shape, scheme = inputs
+    _, packed, scale, global_scale, bias, shape, scheme = inputs
     ctx.save_for_backward(packed, scale, global_scale)
     ctx.weight, ctx.bias_dtype = (shape, scheme), None if bias is None else bias.dtype
 

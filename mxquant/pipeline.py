@@ -6,23 +6,25 @@ with the model. The output is built in ``<out>.partial`` and takes its name when
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-import mxquant
 from mxquant.checkpoint import compressed_tensors
-from mxquant.checkpoint.layout import INDEX_NAME, REPORT_NAME
+from mxquant.checkpoint.layout import INDEX_NAME, REPORT_NAME, OutputTensor
 from mxquant.checkpoint.reader import Checkpoint, resolve_source
 from mxquant.checkpoint.writer import ShardWriter, index_json, shard_names
 from mxquant.formats import QuantScheme
 from mxquant.memory import PeakMemory
-from mxquant.methods.rtn import QuantStats, check_weight, quantize_chunks, tensor_amax
+from mxquant.methods.rtn import QuantStats, RowChunk, RowQuantizer, check_weight, tensor_amax
 from mxquant.output import carry_side_files, check_disk_space, check_output, copy_tensor, open_shard, output_folder
+from mxquant.parallel import Workers
 from mxquant.plan import QuantPlan, TensorPlan, make_plan
 from mxquant.recipe import QuantRecipe
 from mxquant.report import QuantReport
@@ -110,24 +112,18 @@ def run_plan(
     check_output(out, checkpoint.folder, overwrite)
     check_disk_space(out.absolute(), plan.bytes_after)
     started = time.perf_counter()
-    stats: dict[str, QuantStats] = {}
+    run = _Run(checkpoint, plan, torch.device(device), seed, progress or (lambda name, count: None))
+    names = shard_names(len(plan.shards))
     with PeakMemory() as memory, output_folder(out) as folder:
-        work = _Quantizer(checkpoint, plan, torch.device(device), seed, progress or (lambda name, count: None))
-        names = shard_names(len(plan.shards))
-        by_output = {t.outputs[0].name: t for t in plan.tensors}
-        for file, shard in zip(names, plan.shards, strict=True):
-            with open_shard(folder / file, shard) as writer:
-                for t in (by_output[o.name] for o in shard if o.name in by_output):
-                    made = work.copy(t, writer) if t.scheme is None else work.quantize(t, writer)
-                    if made is not None:
-                        stats[t.name] = made
+        with Workers(run.device) as workers:
+            for file, shard in zip(names, plan.shards, strict=True):
+                with open_shard(folder / file, shard) as writer:
+                    run.write_shard(shard, writer, workers)
         if len(names) > 1:
             (folder / INDEX_NAME).write_text(index_json(plan.shards))
         carry_side_files(checkpoint, folder)
         seconds = time.perf_counter() - started
-        report = QuantReport(
-            plan, str(out), stats, seconds, memory.peak, memory.start, seed, versions()
-        )
+        report = QuantReport(plan, str(out), run.stats, seconds, memory.peak, memory.start, seed, versions())
         (folder / REPORT_NAME).write_text(json.dumps(report.to_dict(), indent=2) + "\n")
         config = {**checkpoint.config, "quantization_config": plan.quantization_config}
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -135,63 +131,67 @@ def run_plan(
     return report
 
 
-def versions() -> dict[str, str]:
-    """Versions that a result depends on."""
-    import transformers
+@dataclass
+class _Job:
+    """Some rows of one tensor to quantize, and where they go in the output."""
 
-    return {
-        "mxquant": mxquant.__version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-    }
+    tensor: TensorPlan
+    quantizer: RowQuantizer
+    start: int
 
 
-class _Quantizer:
-    """Carries tensors of one plan from the source to a shard."""
+class _Run:
+    """Carries the tensors of one plan from the source to shards; ``stats`` says what it did to each."""
 
-    def __init__(
-        self, checkpoint: Checkpoint, plan: QuantPlan, device: torch.device, seed: int, progress: Progress
-    ):
-        self._checkpoint, self._plan, self._device, self._seed = checkpoint, plan, device, seed
-        self._progress = progress
+    def __init__(self, checkpoint: Checkpoint, plan: QuantPlan, device: torch.device, seed: int, progress: Progress):
+        self.device = device
+        self.stats: dict[str, QuantStats] = {}
+        self._checkpoint, self._plan, self._seed, self._progress = checkpoint, plan, seed, progress
+        self._tensors = {t.outputs[0].name: t for t in plan.tensors}
         self._group_amax: dict[str, torch.Tensor] = {}
 
-    def copy(self, t: TensorPlan, writer: ShardWriter) -> None:
-        copy_tensor(self._checkpoint, t.name, writer)
-        self._progress(t.name, t.parameters)
+    def write_shard(self, shard: list[OutputTensor], writer: ShardWriter, workers: Workers) -> None:
+        """Copy and quantize the tensors of a shard. Rows of several tensors are in work at once."""
+        tensors = [self._tensors[o.name] for o in shard if o.name in self._tensors]
+        for job, chunk in workers.map(lambda job: (job, job.quantizer(job.start)), self._jobs(tensors, writer)):
+            self._write_rows(job.tensor, chunk, writer)
 
-    def quantize(self, t: TensorPlan, writer: ShardWriter) -> QuantStats:
-        scheme = t.scheme
-        assert scheme is not None
-        weight = self._read(t)
-        check_weight(weight, t.name)
-        packed, scale, *global_output = t.outputs
-        global_scale = None
-        if scheme.global_scale:
-            global_scale = global_scale_for(self._amax(t, weight), scheme)
-            writer.write(global_output[0].name, global_scale)
-        in_compressed_tensors = self._plan.on_disk == compressed_tensors.QUANT_METHOD
-        total, packed_at, scale_at = QuantStats(), 0, 0
-        chunks = quantize_chunks(
-            weight,
-            scheme,
-            seed=self._seed,
-            name=t.name,
-            global_scale=global_scale,
-            device=self._device,
-            with_stats=True,
-        )
-        for chunk in chunks:
-            scales = compressed_tensors.stored_scale(chunk.scale, scheme) if in_compressed_tensors else chunk.scale
-            writer.write(packed.name, chunk.packed, packed_at)
-            writer.write(scale.name, scales, scale_at)
-            packed_at += chunk.packed.numel()
-            scale_at += scales.numel() * scales.element_size()
-            assert chunk.stats is not None
-            total = total + chunk.stats
-            self._progress(t.name, chunk.stats.elements)
-        return total
+    def _jobs(self, tensors: list[TensorPlan], writer: ShardWriter) -> Iterator[_Job]:
+        for t in tensors:
+            if t.scheme is None:
+                copy_tensor(self._checkpoint, t.name, writer)
+                self._progress(t.name, t.parameters)
+                continue
+            weight = self._read(t)
+            check_weight(weight, t.name)
+            global_scale = None
+            if t.scheme.global_scale:
+                global_scale = global_scale_for(self._amax(t, weight), t.scheme)
+                writer.write(t.outputs[2].name, global_scale)
+            quantizer = RowQuantizer(
+                weight,
+                t.scheme,
+                seed=self._seed,
+                name=t.name,
+                global_scale=global_scale,
+                device=self.device,
+                with_stats=True,
+            )
+            for start in quantizer.starts:
+                yield _Job(t, quantizer, start)
+
+    def _write_rows(self, t: TensorPlan, chunk: RowChunk, writer: ShardWriter) -> None:
+        assert t.scheme is not None
+        assert chunk.stats is not None
+        packed, scale = t.outputs[:2]
+        scales = chunk.scale
+        if self._plan.on_disk == compressed_tensors.QUANT_METHOD:
+            scales = compressed_tensors.stored_scale(scales, t.scheme)
+        writer.write(packed.name, chunk.packed, chunk.start * chunk.packed.shape[1])
+        row_bytes = scales.shape[1] * scales.element_size()
+        writer.write(scale.name, scales, chunk.start // t.scheme.block_shape[0] * row_bytes)
+        self.stats[t.name] = self.stats.get(t.name, QuantStats()) + chunk.stats
+        self._progress(t.name, chunk.stats.elements)
 
     def _read(self, t: TensorPlan) -> torch.Tensor:
         weight = self._checkpoint.read(t.name)
@@ -205,3 +205,9 @@ class _Quantizer:
             members = [m for m in self._plan.quantized if m.group == t.group]
             self._group_amax[t.group] = torch.stack([tensor_amax(self._read(m)) for m in members]).amax()
         return self._group_amax[t.group]
+
+
+def versions() -> dict[str, str]:
+    """Versions that a result depends on."""
+    packages = ("mxquant", "torch", "transformers")
+    return {**{p: importlib.metadata.version(p) for p in packages}, "python": platform.python_version()}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mxquant.checkpoint import compressed_tensors, native
-from mxquant.checkpoint.layout import FLOAT_DTYPES, OutputTensor
+from mxquant.checkpoint.layout import FLOAT_DTYPES, ITEM_SIZES, OutputTensor
 from mxquant.checkpoint.reader import Checkpoint
 from mxquant.checkpoint.writer import DTYPE_NAMES, plan_shards
 from mxquant.errors import CheckpointError, PlanError
@@ -57,6 +57,10 @@ class TensorPlan:
         return prod(self.shape)
 
     @property
+    def bytes_before(self) -> int:
+        return self.parameters * ITEM_SIZES[self.dtype]
+
+    @property
     def bytes_after(self) -> int:
         return sum(o.nbytes for o in self.outputs)
 
@@ -74,7 +78,10 @@ class TensorPlan:
 
 @dataclass
 class QuantPlan:
-    """Everything :func:`mxquant.quantize_model` is going to do; see :func:`make_plan`."""
+    """Everything :func:`mxquant.quantize_model` is going to do; see :func:`make_plan`.
+
+    ``tied``: parameters without a tensor of their own, and the one that each shares.
+    """
 
     source: Path
     tensors: list[TensorPlan]
@@ -83,6 +90,7 @@ class QuantPlan:
     shards: list[list[OutputTensor]]
     quantization_config: dict[str, Any]
     bytes_before: int
+    tied: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
     @property
@@ -126,6 +134,7 @@ class QuantPlan:
             "predicted_peak_bytes": self.peak_bytes,
             "shards": len(self.shards),
             "warnings": self.warnings,
+            "tied": self.tied,
             "tensors": [t.to_dict() for t in self.tensors],
         }
 
@@ -160,7 +169,9 @@ def make_plan(
         t.outputs = _outputs(t, on_disk)
     shards = plan_shards([t.outputs for t in tensors], max_shard_bytes)
     config = _quantization_config(tensors, on_disk)
-    return QuantPlan(checkpoint.folder, tensors, on_disk, why, shards, config, checkpoint.nbytes)
+    present = {mapper(name) for name in checkpoint.tensors}
+    tied = {p.name: p.tied_to for p in parameters.values() if p.tied_to and p.name not in present}
+    return QuantPlan(checkpoint.folder, tensors, on_disk, why, shards, config, checkpoint.nbytes, tied)
 
 
 def check_not_quantized(checkpoint: Checkpoint) -> None:
@@ -186,7 +197,9 @@ def _config(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
     except (ValueError, KeyError, ImportError, OSError) as error:
         kind = checkpoint.config.get("model_type")
         text = " ".join(str(error).split())[:200]
-        raise CheckpointError(f"{checkpoint.folder}: model type {kind!r} is not known to transformers: {text}") from error
+        raise CheckpointError(
+            f"{checkpoint.folder}: model type {kind!r} is not known to transformers: {text}"
+        ) from error
 
 
 def _decide(
@@ -233,9 +246,7 @@ def _check_coverage(tensors: list[TensorPlan], recipe: QuantRecipe, allow_dense:
         return ["nothing would be quantized: no linear layer is matched by the recipe"]
     known = ("embedding", "output head", "norm", "bias", "convolution")
     matrices = [t for t in tensors if len(t.shape) >= 2 and t.kind not in known]
-    by_accident = [
-        t for t in matrices if not t.scheme and not (t.kind == "linear" and recipe.decide(t.module).named)
-    ]
+    by_accident = [t for t in matrices if not t.scheme and not (t.kind == "linear" and recipe.decide(t.module).named)]
     total = sum(t.parameters for t in matrices)
     share = sum(t.parameters for t in by_accident) / total if total else 0.0
     if share > MAX_DENSE_SHARE and not allow_dense:

@@ -113,7 +113,9 @@ class QuantRecipe:
             data = {"rules": data}
         unknown = set(data) - {"rules", "default", "include", "exclude"}
         if unknown:
-            raise SchemeError(f"unknown recipe key {sorted(unknown)[0]!r}; choose from rules, default, include, exclude")
+            raise SchemeError(
+                f"unknown recipe key {sorted(unknown)[0]!r}; choose from rules, default, include, exclude"
+            )
         rules = data.get("rules") or []
         pairs = rules.items() if isinstance(rules, Mapping) else [p for rule in rules for p in _single(rule)]
         default = data.get("default", DENSE)

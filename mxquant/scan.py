@@ -11,8 +11,8 @@ from mxquant.checkpoint.reader import Checkpoint
 from mxquant.formats import QuantScheme
 from mxquant.plan import QuantPlan
 
-# Row strips looked at in each tensor, spread over its height.
-_STRIPS = 32
+# Weights looked at in the whole model, evenly spread over it.
+_SAMPLE = 1 << 24
 WARN_SHARE = 0.01
 
 
@@ -32,6 +32,7 @@ class SmallScales:
 def scan_small_scales(checkpoint: Checkpoint, plan: QuantPlan) -> dict[QuantScheme, SmallScales]:
     """Per scheme without a global scale, how many sampled blocks would get a zero or subnormal scale."""
     found: dict[QuantScheme, SmallScales] = {}
+    stride = max(1, sum(t.parameters for t in plan.quantized) // _SAMPLE)
     for t in plan.quantized:
         scheme = t.scheme
         assert scheme is not None
@@ -39,7 +40,7 @@ def scan_small_scales(checkpoint: Checkpoint, plan: QuantPlan) -> dict[QuantSche
         if scheme.global_scale or not fmt.coded or not fmt.has_zero:
             continue
         weight = checkpoint.read(t.name)
-        exact = _sampled_amax(weight.t() if t.transposed else weight, scheme) / scheme.element_format.max
+        exact = _sampled_amax(weight.t() if t.transposed else weight, scheme, stride) / scheme.element_format.max
         counts = found.setdefault(scheme, SmallScales())
         counts.blocks += exact.numel()
         zero = int((exact <= fmt.min_positive / 2).sum())
@@ -59,11 +60,12 @@ def small_scale_warnings(checkpoint: Checkpoint, plan: QuantPlan) -> list[str]:
     ]
 
 
-def _sampled_amax(weight: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
-    """Maxima of the blocks, not all zero, in evenly spread strips of the weight."""
+def _sampled_amax(weight: torch.Tensor, scheme: QuantScheme, stride: int) -> torch.Tensor:
+    """Maxima of the blocks, not all zero, in every ``stride``-th row of blocks."""
     height = scheme.block_shape[0]
-    strips = max(1, -(-weight.shape[0] // height))
-    rows = [weight[s * height : (s + 1) * height] for s in range(0, strips, max(1, strips // _STRIPS))]
-    maxima = [B.amax(B.split(r.to(torch.float32).contiguous(), scheme.block_shape)).flatten() for r in rows]
-    amax = torch.cat(maxima)
+    if height == 1:
+        rows = weight[::stride]
+    else:
+        rows = torch.cat([weight[r : r + height] for r in range(0, weight.shape[0], stride * height)])
+    amax = B.amax(B.split(rows.to(torch.float32).contiguous(), scheme.block_shape))
     return amax[amax > 0]

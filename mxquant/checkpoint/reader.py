@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 # Weight files of any framework: never carried along as side files.
 WEIGHT_SUFFIXES = (
-    ".safetensors .bin .pt .pth .ckpt .gguf .h5 .msgpack .onnx .onnx_data .ot .tflite .npz .mlmodel".split()
-)
+    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack",
+    ".onnx", ".onnx_data", ".ot", ".tflite", ".npz", ".mlmodel",
+)  # fmt: skip
 _INDEX_SUFFIXES = (".safetensors.index.json", ".bin.index.json")
 
 
@@ -126,7 +127,9 @@ class Checkpoint:
             files = [self.folder / name for name in names]
             missing = [f.name for f in files if not f.exists()]
             if missing:
-                raise CheckpointError(f"{self.folder}: shard {', '.join(missing)} is in the index but not in the folder")
+                raise CheckpointError(
+                    f"{self.folder}: shard {', '.join(missing)} is in the index but not in the folder"
+                )
             return files
         if (self.folder / SINGLE_NAME).exists():
             return [self.folder / SINGLE_NAME]

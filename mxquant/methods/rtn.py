@@ -21,7 +21,7 @@ from mxquant.numerics import (
     sign_bits,
 )
 from mxquant.packing import pack
-from mxquant.parallel import ordered_map
+from mxquant.parallel import Workers
 from mxquant.qtensor import CHUNK_ELEMENTS, QTensor
 from mxquant.rng import derive_key, random_bits24
 from mxquant.scaling import block_scales, count_small_scales, global_scale_for
@@ -113,34 +113,52 @@ def quantize_chunks(
     seed: int,
     name: str,
     global_scale: torch.Tensor | None,
-    device: torch.device | None = None,
-    with_stats: bool = False,
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> Iterator[RowChunk]:
-    """Quantize a weight a few rows at a time, on ``device`` (None: where the weight is).
+    """Quantize a weight a few rows at a time; the bytes do not depend on the chunk size."""
+    job = RowQuantizer(weight, scheme, seed=seed, name=name, global_scale=global_scale, chunk_elements=chunk_elements)
+    if len(job.starts) == 1:
+        yield job(0)
+        return
+    with Workers(weight.device) as workers:
+        yield from workers.map(job, job.starts)
 
-    The bytes depend neither on the chunk size nor on the device.
+
+class RowQuantizer:
+    """Quantizes a weight's rows from ``start`` on, for each ``start`` in ``starts``; thread-safe.
+
+    ``device``: where to compute (None: where the weight is). The bytes depend neither on it nor on
+    ``chunk_elements``, the number of elements in one chunk.
     """
-    rows, columns = weight.shape
-    device = device or weight.device
-    if global_scale is not None:
-        global_scale = global_scale.to(device)
-    key = derive_key(seed, name)
-    r = scheme.block_shape[0]
-    step = max(1, chunk_elements // columns // r) * r
 
-    def quantize_rows(start: int) -> RowChunk:
-        stop = min(start + step, rows)
-        x = weight[start:stop].to(device).to(torch.float32).contiguous()
-        try:
-            packed, scale, stats = _quantize_rows(x, scheme, global_scale, key, start, with_stats)
-        except FloatingPointError:
-            _raise_non_finite(x, start, name)
-        return RowChunk(start, stop, packed, scale, stats)
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        scheme: QuantScheme,
+        *,
+        seed: int,
+        name: str,
+        global_scale: torch.Tensor | None,
+        device: torch.device | None = None,
+        with_stats: bool = False,
+        chunk_elements: int = CHUNK_ELEMENTS,
+    ):
+        self._weight, self._scheme, self._name = weight, scheme, name
+        self._device = device or weight.device
+        self._global_scale = None if global_scale is None else global_scale.to(self._device)
+        self._key, self._with_stats = derive_key(seed, name), with_stats
+        rows, columns = weight.shape
+        height = scheme.block_shape[0]
+        self._step = max(1, chunk_elements // columns // height) * height
+        self.starts = range(0, rows, self._step)
 
-    starts = range(0, rows, step)
-    workers = min(torch.get_num_threads(), len(starts)) if device.type == "cpu" else 1
-    yield from ordered_map(quantize_rows, starts, workers)
+    def __call__(self, start: int) -> RowChunk:
+        stop = min(start + self._step, self._weight.shape[0])
+        x = self._weight[start:stop].to(self._device).to(torch.float32).contiguous()
+        result = _quantize_rows(x, self._scheme, self._global_scale, self._key, start, self._with_stats)
+        if result is None:
+            raise _non_finite(x, start, self._name)
+        return RowChunk(start, stop, *result)
 
 
 def tensor_amax(weight: torch.Tensor) -> torch.Tensor:
@@ -174,13 +192,14 @@ def _quantize_rows(
     key: int,
     first_row: int,
     with_stats: bool,
-) -> tuple[torch.Tensor, torch.Tensor, QuantStats | None]:
+) -> tuple[torch.Tensor, torch.Tensor, QuantStats | None] | None:
+    """Packed rows, stored scales and statistics; None if something is not finite."""
     element, fmt = scheme.element_format, scheme.scale_format
     rows, columns = x.shape
     blocks = B.split(x, scheme.block_shape)
     amax = B.amax(blocks)
     if not bool(amax.isfinite().all()):
-        raise FloatingPointError
+        return None
     scale = block_scales(blocks, amax, scheme, global_scale)
     effective = effective_scale(scale, fmt, global_scale)[:, None, :, None]
     # A block whose scale is zero is lost; dividing by infinity says so without a branch.
@@ -231,7 +250,7 @@ def _stats(
     )
 
 
-def _raise_non_finite(x: torch.Tensor, first_row: int, name: str) -> None:
+def _non_finite(x: torch.Tensor, first_row: int, name: str) -> WeightError:
     row, column = (~x.isfinite()).nonzero()[0].tolist()
     value = float(x[row, column])
-    raise WeightError(f"{name}: {value} at row {first_row + row}, column {column}; weights must be finite")
+    return WeightError(f"{name}: {value} at row {first_row + row}, column {column}; weights must be finite")

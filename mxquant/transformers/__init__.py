@@ -5,12 +5,17 @@ Importing this package imports nothing; :func:`register` makes our checkpoints k
 
 from __future__ import annotations
 
+import sys
+
 
 def register() -> None:
     """Make ``from_pretrained`` know ``quant_method: mxquant``. Calling it again changes nothing.
 
     Raises ``ImportError`` if transformers is missing or too old.
     """
+    module = sys.modules.get("mxquant.transformers.quantizer")
+    if module is not None and not hasattr(module, "MXQuantHfQuantizer"):
+        return  # its own imports have led here; it registers once it is whole
     from transformers.quantizers import auto
 
     from mxquant.checkpoint.native import QUANT_METHOD

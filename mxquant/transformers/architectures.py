@@ -68,7 +68,9 @@ def build_meta_model(config: Any, *, trust_remote_code: bool = False) -> nn.Modu
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except (ValueError, KeyError, ImportError, AttributeError) as error:
-        raise CheckpointError(f"architecture {names} is not a causal LM known to transformers: {_line(error)}") from error
+        raise CheckpointError(
+            f"architecture {names} is not a causal LM known to transformers: {_line(error)}"
+        ) from error
     return model.eval()
 
 

@@ -41,6 +41,7 @@ def load(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     register()
+    path = Path(path).expanduser() if Path(path).expanduser().is_dir() else path
     where = {key: kwargs[key] for key in _WHERE if key in kwargs}
     found = _quantization_config(path, where)
     method = found.get("quant_method")
@@ -59,10 +60,9 @@ def load(
 
 def _quantization_config(path: str | Path, where: dict[str, Any]) -> dict[str, Any]:
     """What ``config.json`` says of quantization; empty for a dense checkpoint."""
-    folder = Path(path).expanduser() / where.get("subfolder", "")
     text = str(path)
-    if folder.is_dir() or Path(path).exists() or text.startswith((".", "/", "~")) or text.count("/") > 1:
-        config = read_config(resolve_source(folder))
+    if Path(path).exists() or text.startswith((".", "/", "~")) or text.count("/") > 1:
+        config = read_config(resolve_source(path) / where.get("subfolder", ""))
     else:
         config = _hub_config(text, where)
     nested = config.get("text_config")
@@ -86,7 +86,8 @@ def _stays_packed(config: dict[str, Any]) -> bool:
     """Whether a compressed-tensors checkpoint is NVFP4 or MXFP4 throughout and needs nothing else."""
     groups = list((config.get("config_groups") or {}).values())
     formats = {group.get("format") or config.get("format") for group in groups}
-    needs_more = config.get("sparsity_config") or config.get("transform_config")
+    sparse = (config.get("sparsity_config") or {}).get("format", "dense") != "dense"
+    needs_more = sparse or config.get("transform_config")
     return bool(groups) and formats <= set(_PACKED_FORMATS) and not needs_more
 
 

@@ -13,6 +13,7 @@ from transformers.quantizers.base import HfQuantizer
 from mxquant.checkpoint.native import ModuleEntry, build_config
 from mxquant.errors import CheckpointError, MXQuantError
 from mxquant.modules import QuantLinear
+from mxquant.transformers import register
 from mxquant.transformers.config import MXQuantConfig
 from mxquant.transformers.matching import (
     COMPRESSED_TENSORS_PACKED,
@@ -228,3 +229,7 @@ def _dense(layer: QuantLinear, dtype: torch.dtype, transposed: bool) -> nn.Modul
     if layer.bias is not None:
         dense.bias = nn.Parameter(layer.bias.detach().to(dtype))
     return dense.train(layer.training)
+
+
+# Importing transformers' base class runs the import hook, which found this module half made.
+register()

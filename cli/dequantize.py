@@ -1,0 +1,45 @@
+"""``mxquant dequantize``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from mxquant.cli.common import handle_errors, progress
+
+_EPILOG = """\b
+Example:
+  mxquant dequantize ./Llama-3-8B-fp4-ue5m3-b16 ./Llama-3-8B-dense --dtype float32
+"""
+
+
+@click.command("dequantize", epilog=_EPILOG)
+@click.argument("path")
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16"]),
+    help="Of the weights that were quantized.  [default: the model's]",
+)
+@click.option("--overwrite", is_flag=True, help="Replace an existing model in the output folder.")
+@handle_errors
+def dequantize_command(path: str, out: Path, dtype: str | None, overwrite: bool) -> None:
+    """Write the dense checkpoint that the quantized checkpoint PATH stands for to OUT.
+
+    Reads mxquant's own format and compressed-tensors' NVFP4 and MXFP4.
+    """
+    import torch
+
+    from mxquant.densify import dequantize_model
+
+    with progress() as display:
+        task = display.add_task("Dequantizing", total=None)
+        dequantize_model(
+            path,
+            out,
+            dtype=getattr(torch, dtype) if dtype else None,
+            overwrite=overwrite,
+            progress=lambda name, count: display.advance(task, count),
+        )
+    click.echo(f"Wrote {out}")

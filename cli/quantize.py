@@ -1,0 +1,168 @@
+"""``mxquant quantize``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mxquant.cli.common import console, handle_errors, progress, write_json
+from mxquant.formats import ELEMENTS, PRESETS, ROUNDINGS, SCALES
+
+_EPILOG = """\b
+Examples:
+  mxquant quantize meta-llama/Llama-3-8B --scale ue5m3 --block 16
+  mxquant quantize ./model --format nvfp4 --out ./model-nvfp4
+  mxquant quantize ./model --scale ue5m3 --block 32x32 --exclude 'layers\\.0\\.' --dry-run
+  mxquant quantize ./model --recipe recipe.yaml --json
+
+\b
+Presets:
+  mxfp4  fp4_e2m1, e8m0 scales, blocks of 32        nvfp4  fp4_e2m1, e4m3 scales, blocks of 16, global scale
+  mxfp8  fp8_e4m3, e8m0 scales, blocks of 32        mxfp6  fp6_e2m3, e8m0 scales, blocks of 32
+
+\b
+Scale rules:
+  e4m3, ue5m3  absmax, absmax-nonzero, ceil, four-over-six, search
+  e8m0         floor, ceil, even, rceil, oas, search
+  bf16, fp32   absmax
+"""
+
+_RULES = sorted({rule for fmt in SCALES.values() for rule in fmt.rules})
+
+
+class _Size(click.ParamType):
+    """``5GB``, ``500MB`` or a number of bytes."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        text = str(value).strip().upper()
+        for unit, factor in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("KB", 10**3), ("", 1)):
+            if text.endswith(unit):
+                try:
+                    size = int(float(text.removesuffix(unit)) * factor)
+                except ValueError:
+                    break
+                if size > 0:
+                    return size
+        raise click.BadParameter(f"{value!r} is not a size such as 5GB or 500MB", ctx, param)
+
+
+@click.command("quantize", epilog=_EPILOG, context_settings={"max_content_width": 120})
+@click.argument("source")
+@click.option("-o", "--out", type=click.Path(path_type=Path), help="Output folder.  [default: ./<name>-<scheme>]")
+@click.option("--format", "preset", type=click.Choice(list(PRESETS)), help="Preset to start from; see below.")
+@click.option("--element", type=click.Choice(list(ELEMENTS)), help="Element format.  [default: fp4_e2m1]")
+@click.option("--scale", type=click.Choice(list(SCALES)), help="Block scale format.  [default: ue5m3]")
+@click.option("--block", metavar="N|RxC", help="Block along the input features, or square tile.  [default: 16]")
+@click.option("--global-scale/--no-global-scale", default=None, help="One more fp32 scale per tensor.")
+@click.option("--scale-rule", type=click.Choice(_RULES), help="How a block's scale follows from the block; see below.")
+@click.option("--rounding", type=click.Choice(ROUNDINGS), help="How elements are rounded.  [default: nearest]")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of stochastic rounding.")
+@click.option("--include", multiple=True, metavar="REGEX", help="Quantize only modules that match, the head too.")
+@click.option("--exclude", multiple=True, metavar="REGEX", help="Keep modules that match dense.")
+@click.option("--recipe", type=click.Path(path_type=Path), help="YAML of ordered `pattern: scheme` rules.")
+@click.option("--device", default="cpu", show_default=True, help="Where to compute, e.g. cuda.")
+@click.option("--max-shard-size", type=_Size(), default="5GB", show_default=True, help="Largest output file.")
+@click.option("--revision", help="Branch, tag or commit of a hub model.")
+@click.option("--trust-remote-code", is_flag=True, help="Run model code that comes with the checkpoint.")
+@click.option("--allow-dense", is_flag=True, help="Accept that many weights stay dense without a rule saying so.")
+@click.option("--dry-run", is_flag=True, help="Print the plan and stop.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing model in the output folder.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report (or plan) as JSON.")
+@handle_errors
+def quantize_command(**options: Any) -> None:
+    """Quantize the weights of SOURCE, a folder of safetensors or a Hugging Face hub id.
+
+    Prints the plan, streams the weights into OUT and ends with a report of what it cost, which is
+    also kept as OUT/quantization_report.json. OUT loads with AutoModelForCausalLM.from_pretrained.
+    """
+    from mxquant import pipeline
+    from mxquant.cli import tables
+    from mxquant.output import check_output
+
+    recipe, label = _recipe(options)
+    source = options["source"]
+    out = options["out"] or Path(f"{Path(str(source).rstrip('/')).name}-{label}")
+    quiet = options["as_json"]
+    checkpoint, plan = pipeline.plan_model(
+        source,
+        recipe,
+        max_shard_bytes=options["max_shard_size"],
+        allow_dense=options["allow_dense"],
+        trust_remote_code=options["trust_remote_code"],
+        revision=options["revision"],
+    )
+    _check_device(options["device"])
+    if options["dry_run"]:
+        if quiet:
+            write_json({"out": str(out), **plan.to_dict()})
+        else:
+            tables.print_plan(plan, out)
+        return
+    check_output(out, checkpoint.folder, options["overwrite"])
+    if not quiet:
+        tables.print_plan_summary(plan, out)
+    for warning in plan.warnings:
+        console().print(f"[yellow]Warning:[/] {warning}")
+    with progress(enabled=not quiet) as display:
+        task = display.add_task("Quantizing", total=plan.parameters)
+        report = pipeline.run_plan(
+            checkpoint,
+            plan,
+            out,
+            device=options["device"],
+            seed=options["seed"],
+            overwrite=options["overwrite"],
+            progress=lambda name, count: display.advance(task, count),
+        )
+    if quiet:
+        write_json(report.to_dict())
+    else:
+        tables.print_report(report)
+
+
+def _recipe(options: dict[str, Any]) -> tuple[Any, str]:
+    """The recipe that the options ask for, and a label for the output's name."""
+    from dataclasses import replace
+
+    from mxquant.errors import SchemeError
+    from mxquant.formats import QuantScheme, parse_block
+    from mxquant.recipe import QuantRecipe
+
+    names = ("element", "scale", "global_scale", "scale_rule", "rounding")
+    fields = {name: options[name] for name in names if options[name] is not None}
+    if options["block"] is not None:
+        fields["block"] = parse_block(options["block"])
+    patterns = {"include": tuple(options["include"]), "exclude": tuple(options["exclude"])}
+    if options["recipe"] is not None:
+        recipe = QuantRecipe.from_file(options["recipe"])
+        if fields or options["preset"]:
+            if recipe.default is not None:
+                raise SchemeError(f"{options['recipe']} has a default scheme; drop it, or the scheme options")
+            recipe = replace(recipe, default=_scheme(QuantScheme, options["preset"], fields))
+        merged = {k: getattr(recipe, k) + v for k, v in patterns.items()}
+        return replace(recipe, **merged), Path(options["recipe"]).stem
+    scheme = _scheme(QuantScheme, options["preset"], fields)
+    return QuantRecipe(default=scheme, **patterns), scheme.name
+
+
+def _scheme(kind: Any, preset: str | None, fields: dict[str, Any]) -> Any:
+    if preset is None:
+        return kind(**fields)
+    if "scale" in fields and "scale_rule" not in fields:
+        fields = {**fields, "scale_rule": None}  # the preset's rule belongs to the preset's scale
+    return kind.preset(preset, **fields)
+
+
+def _check_device(name: str) -> None:
+    import torch
+
+    from mxquant.errors import MXQuantError
+
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise MXQuantError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from error

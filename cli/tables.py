@@ -1,0 +1,126 @@
+"""Plans and reports as tables for people."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from mxquant.cli.common import human_bytes
+
+if TYPE_CHECKING:
+    from mxquant.plan import QuantPlan, TensorPlan
+    from mxquant.report import QuantReport
+
+
+# Wide enough for a line of every table where nobody's terminal sets the width.
+_PIPE_WIDTH = 132
+
+
+def _console() -> Console:
+    return Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+
+
+def _table(title: str, left: tuple[str, ...], right: tuple[str, ...]) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in left:
+        table.add_column(name, overflow="fold")
+    for name in right:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def print_plan(plan: QuantPlan, out: Path) -> None:
+    """The whole plan: every kind of tensor, what becomes of it and why."""
+    table = _table(f"Plan for {plan.source}", ("tensor", "shape", "becomes", "because"), ("count", "before", "after"))
+    for pattern, members in _alike(plan.tensors):
+        t = members[0]
+        table.add_row(
+            pattern.removesuffix(".weight"),
+            f"{t.dtype} {'x'.join(map(str, t.shape))}",
+            f"[green]{t.scheme.name}[/]" if t.scheme else "dense",
+            t.reason,
+            str(len(members)),
+            human_bytes(sum(m.bytes_before for m in members)),
+            human_bytes(sum(m.bytes_after for m in members)),
+        )
+    for name, source in plan.tied.items():
+        table.add_row(name.removesuffix(".weight"), "", "dense", f"tied to {source}", "1", "0 B", "0 B")
+    _console().print(table)
+    for warning in plan.warnings:
+        _console().print(f"[yellow]Warning:[/] {warning}", soft_wrap=True)
+    print_plan_summary(plan, out)
+
+
+def print_plan_summary(plan: QuantPlan, out: Path) -> None:
+    """A few lines: how much is quantized, to what size, in which format on disk."""
+    quantized = sum(t.parameters for t in plan.quantized)
+    lines = [
+        f"Quantize {len(plan.quantized)} of {len(plan.tensors)} tensors, {quantized / 1e6:.1f} of "
+        f"{plan.parameters / 1e6:.1f} M parameters, at {plan.bits_per_weight:.3f} bits per weight.",
+        f"Size {human_bytes(plan.bytes_before)} -> {human_bytes(plan.bytes_after)} "
+        f"in {len(plan.shards)} file{'s' * (len(plan.shards) > 1)}; "
+        f"about {human_bytes(plan.peak_bytes)} of memory for the work.",
+        f"On disk: {plan.on_disk} ({plan.on_disk_reason}).",
+        f"Output: {out}",
+    ]
+    for line in lines:
+        _console().print(line, soft_wrap=True)
+
+
+def print_report(report: QuantReport) -> None:
+    """What it cost: error by group of layers, what stayed dense, time and memory."""
+    columns = ("count", "params", "rel. error", "SQNR dB", "bits/w", "size", "saturated")
+    table = _table("Quantized", ("layers", "scheme"), columns)
+    for row in report.groups():
+        table.add_row(
+            row["projection"],
+            row["scheme"],
+            str(row["tensors"]),
+            f"{row['parameters'] / 1e6:.2f} M",
+            f"{row['relative_error']:.4f}",
+            "inf" if row["sqnr_db"] is None else f"{row['sqnr_db']:.2f}",
+            f"{row['bits_per_weight']:.3f}",
+            human_bytes(row["bytes"]),
+            f"{row['saturated'] / row['elements']:.2%}",
+        )
+    _console().print(table)
+    dense = _table("Stayed dense", ("because", "e.g."), ("count", "params", "size"))
+    for row in report.dense():
+        count, parameters = str(row["tensors"]), f"{row['parameters'] / 1e6:.2f} M"
+        dense.add_row(row["reason"], row["example"], count, parameters, human_bytes(row["bytes"]))
+    _console().print(dense)
+    _print_totals(report)
+
+
+def _print_totals(report: QuantReport) -> None:
+    plan, total = report.plan, report.total
+    memory = "unknown" if report.peak_bytes is None else human_bytes(report.peak_bytes - (report.base_bytes or 0))
+    rate = f"{report.parameters_per_second / 1e6:.0f} M parameters/s"
+    lost = total.zero_scales / total.blocks if total.blocks else 0.0
+    coarse = total.subnormal_scales / total.blocks if total.blocks else 0.0
+    lines = [
+        f"Block scales: {lost:.2%} zero, {coarse:.2%} subnormal.",
+        f"Relative error {total.relative_error:.4f}, SQNR {total.sqnr_db:.2f} dB, "
+        f"{plan.bits_per_weight:.3f} bits per quantized weight.",
+        f"{human_bytes(plan.bytes_before)} -> {human_bytes(plan.bytes_after)} "
+        f"({plan.bytes_before / plan.bytes_after:.2f}x smaller) in {report.seconds:.2f} s ({rate}); "
+        f"peak memory for the work {memory}.",
+        f"Wrote {report.out} ({plan.on_disk} format).",
+    ]
+    for line in lines:
+        _console().print(line, soft_wrap=True)
+
+
+def _alike(tensors: list[TensorPlan]) -> list[tuple[str, list[TensorPlan]]]:
+    """Tensors whose names differ in numbers only and that share shape, dtype and fate."""
+    groups: dict[tuple[object, ...], list[TensorPlan]] = defaultdict(list)
+    for t in tensors:
+        pattern = ".".join("*" if part.isdecimal() else part for part in t.name.split("."))
+        groups[pattern, t.shape, t.dtype, t.scheme, t.reason].append(t)
+    return [(str(key[0]) if len(members) > 1 else members[0].name, members) for key, members in groups.items()]

@@ -1,0 +1,178 @@
+"""Downstream tasks by lm-evaluation-harness, on models that are already loaded.
+
+The only file that imports ``lm_eval``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import logging
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mxquant.errors import MXQuantError
+from mxquant.evals.hub import ensure_quick_failure
+from mxquant.evals.models import EvalModel
+
+# For standard errors of metrics that are not plain means (those of accuracies need none).
+_BOOTSTRAP_ITERATIONS = 1000
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One figure of one task; ``stderr`` is None where lm-eval has none.
+
+    ``name`` carries lm-eval's filter, where there is one: ``acc``, ``exact_match,strict-match``.
+    """
+
+    task: str
+    name: str
+    value: float
+    stderr: float | None
+    higher_is_better: bool | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "stderr": self.stderr, "higher_is_better": self.higher_is_better}
+
+
+class TaskSet:
+    """Tasks that exist and whose data are here, ready to run on several models.
+
+    ``names`` are lm-eval's tasks, groups, tags or YAML files, ``include_path`` a folder with more
+    task YAMLs. Everything that can fail without a model fails here, as an ``MXQuantError`` of one
+    line: unknown names, data that are not cached while the hub is out of reach, broken YAML.
+    """
+
+    def __init__(self, names: Sequence[str], include_path: str | Path | None = None):
+        if include_path is not None and not Path(include_path).is_dir():
+            raise MXQuantError(f"--include-path {include_path} is not a folder")
+        self.names = [name.strip() for name in names if name.strip()]
+        if not self.names:
+            raise MXQuantError("no tasks given; see `lm_eval ls tasks` for their names")
+        ensure_quick_failure()
+        with _quiet():
+            self._manager = self._index(include_path)
+            for name in self.names:
+                self._check_name(name)
+            self._tasks = [self._load(name) for name in self.names]
+
+    def _index(self, include_path: str | Path | None) -> Any:
+        """lm-eval's index of tasks. Its own 14,000 are read only if a name may be among them."""
+        from lm_eval.tasks import TaskManager
+
+        include = None if include_path is None else str(include_path)
+        own = TaskManager(include_path=include, include_defaults=False)
+        if all(_is_yaml(name) or name in own.all_subtasks for name in self.names):
+            return own
+        return TaskManager(include_path=include)
+
+    def _check_name(self, name: str) -> None:
+        known = self._manager.all_tasks
+        if name in known or _is_yaml(name):
+            return
+        close = difflib.get_close_matches(name, known, n=3)
+        hint = f"did you mean {' or '.join(close)}" if close else "`lm_eval ls tasks` lists them all"
+        raise MXQuantError(f"unknown task {name!r}: {hint}; tasks of your own need --include-path FOLDER")
+
+    def _load(self, name: str) -> Any:
+        try:
+            loaded = self._manager.load([name])
+        except Exception as error:  # data sets, YAML and imports fail in many ways
+            raise _explain(name, error) from error
+        # Groups keep their own order and subgroups; only those that no other one contains go in.
+        contained = {child for children in loaded["group_map"].values() for child in children}
+        groups = [group for key, group in loaded["groups"].items() if key not in contained]
+        grouped = {task.task_name for group in groups for task in group.get_all_tasks()}
+        return [*groups, *(task for key, task in loaded["tasks"].items() if key not in grouped)]
+
+    def run(
+        self,
+        model: EvalModel,
+        *,
+        limit: float | None = None,
+        num_fewshot: int | None = None,
+        batch_size: int = 1,
+    ) -> list[Metric]:
+        """Evaluate a loaded model.
+
+        ``limit`` takes the first n items of each task, or a share below 1; figures are then rough.
+        lm-eval's own defaults hold for everything else. Raises ``MXQuantError`` if it fails.
+        """
+        with _quiet():
+            from lm_eval import simple_evaluate
+            from lm_eval.models.huggingface import HFLM
+
+            try:
+                wrapped = HFLM(pretrained=model.model, tokenizer=model.tokenizer, batch_size=batch_size)
+                results = simple_evaluate(
+                    wrapped,
+                    tasks=[task for group in self._tasks for task in group],
+                    limit=limit,
+                    num_fewshot=num_fewshot,
+                    bootstrap_iters=_BOOTSTRAP_ITERATIONS,
+                    log_samples=False,
+                    task_manager=self._manager,
+                )
+            except Exception as error:  # one line for people; the cause is kept for MXQUANT_DEBUG
+                raise MXQuantError(f"lm-eval failed on {model.name}: {_summary(error)}") from error
+        return _metrics(results)
+
+
+def _is_yaml(name: str) -> bool:
+    return name.endswith((".yaml", ".yml")) and Path(name).is_file()
+
+
+def _metrics(results: dict[str, Any]) -> list[Metric]:
+    """lm-eval's ``{"acc,none": .5, "acc_stderr,none": .1}`` as metrics."""
+    metrics = []
+    for task, figures in {**results["results"], **results.get("groups", {})}.items():
+        better = results.get("higher_is_better", {}).get(task, {})
+        for key, value in figures.items():
+            name, _, filter_name = key.partition(",")
+            if not filter_name or name.endswith("_stderr") or not isinstance(value, int | float):
+                continue
+            stderr = figures.get(f"{name}_stderr,{filter_name}")
+            label = name if filter_name == "none" else key
+            number = float(stderr) if isinstance(stderr, int | float) else None
+            metrics.append(Metric(task, label, float(value), number, better.get(name)))
+    return metrics
+
+
+def _explain(name: str, error: BaseException) -> MXQuantError:
+    offline = {"ConnectionError", "OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectError", "ProxyError"}
+    chain, cause = [], error
+    while cause is not None and cause not in chain:
+        chain.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    if any(type(link).__name__ in offline for link in chain):
+        return MXQuantError(
+            f"task {name!r} needs data from the hub, which cannot be reached and has not cached them here; "
+            "a task with local files works by --include-path FOLDER"
+        )
+    return MXQuantError(f"cannot load task {name!r}: {_summary(error)}")
+
+
+def _summary(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep lm-eval's remarks to itself, and whatever it prints off standard output."""
+    names = ("lm_eval", "datasets")
+    before = {name: logging.getLogger(name).level for name in names}
+    for name in names:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for name, level in before.items():
+            logging.getLogger(name).setLevel(level)
