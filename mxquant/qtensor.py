@@ -93,7 +93,8 @@ def check_parts(
         raise ValueError(f"a {scheme.name} weight {'needs a' if scheme.global_scale else 'has no'} global scale")
     if global_scale is not None:
         if global_scale.dtype != torch.float32 or global_scale.numel() != 1:
-            raise ValueError(f"global scale must be one fp32 number, not {global_scale.dtype} {list(global_scale.shape)}")
+            found = f"{global_scale.dtype} {list(global_scale.shape)}"
+            raise ValueError(f"global scale must be one fp32 number, not {found}")
         if global_scale.device != packed.device:
             raise ValueError(f"global scale is on {global_scale.device}, packed on {packed.device}")
 

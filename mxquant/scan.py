@@ -9,7 +9,9 @@ import torch
 from mxquant import blocks as B
 from mxquant.checkpoint.reader import Checkpoint
 from mxquant.formats import QuantScheme
+from mxquant.numerics import encode_scale
 from mxquant.plan import QuantPlan
+from mxquant.scaling import count_small_scales
 
 # Weights looked at in the whole model, evenly spread over it.
 _SAMPLE = 1 << 24
@@ -40,24 +42,31 @@ def scan_small_scales(checkpoint: Checkpoint, plan: QuantPlan) -> dict[QuantSche
         if scheme.global_scale or not fmt.coded or not fmt.has_zero:
             continue
         weight = checkpoint.read(t.name)
-        exact = _sampled_amax(weight.t() if t.transposed else weight, scheme, stride) / scheme.element_format.max
+        amax = _sampled_amax(weight.t() if t.transposed else weight, scheme, stride)
         counts = found.setdefault(scheme, SmallScales())
-        counts.blocks += exact.numel()
-        zero = int((exact <= fmt.min_positive / 2).sum())
+        counts.blocks += amax.numel()
+        zero, subnormal = count_small_scales(encode_scale(amax / scheme.element_format.max, fmt), amax, fmt)
         counts.zero += zero
-        counts.subnormal += int((exact < fmt.min_normal).sum()) - zero
+        counts.subnormal += subnormal
     return found
 
 
 def small_scale_warnings(checkpoint: Checkpoint, plan: QuantPlan) -> list[str]:
     """A sentence for each scheme that more than 1 % of the blocks fall below, naming the cures."""
     return [
-        f"about {counts.share:.0%} of the {scheme.scale} block scales would be zero ({counts.zero / counts.blocks:.1%}) or "
-        f"subnormal ({counts.subnormal / counts.blocks:.1%}), by a sample of the weights: their blocks lose precision. "
-        f"Cures: {'--scale ue5m3, ' if scheme.scale == 'e4m3' else ''}--global-scale, or larger blocks"
+        _sentence(scheme, counts)
         for scheme, counts in scan_small_scales(checkpoint, plan).items()
         if counts.share > WARN_SHARE
     ]
+
+
+def _sentence(scheme: QuantScheme, counts: SmallScales) -> str:
+    zero, subnormal = counts.zero / counts.blocks, counts.subnormal / counts.blocks
+    cures = ["--scale ue5m3"] * (scheme.scale == "e4m3") + ["--global-scale", "larger blocks"]
+    return (
+        f"by a sample of the weights, about {counts.share:.0%} of the {scheme.scale} block scales would be zero "
+        f"({zero:.1%}) or subnormal ({subnormal:.1%}), so their blocks lose precision. Cures: {', '.join(cures)}"
+    )
 
 
 def _sampled_amax(weight: torch.Tensor, scheme: QuantScheme, stride: int) -> torch.Tensor:

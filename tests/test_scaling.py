@@ -80,9 +80,8 @@ def test_e8m0_rules_equal_their_formulas_for_every_bf16_amax_and_around_every_th
 
 @pytest.mark.parametrize("rule", ["floor", "ceil", "even", "rceil", "oas"])
 def test_e8m0_rules_equal_their_formulas_for_every_mantissa(rule):
-    for exponent in (0, 127):  # denormals, and [1, 2)
-        amax = positive_fp32(np.arange(1 << 23, dtype=np.uint32) | exponent << 23)
-        assert np.array_equal(rule_codes(amax, "fp4_e2m1", "e8m0", rule), e8m0_oracle(amax, "fp4_e2m1", rule))
+    amax = positive_fp32(np.arange(1 << 23, dtype=np.uint32) | 127 << 23)
+    assert np.array_equal(rule_codes(amax, "fp4_e2m1", "e8m0", rule), e8m0_oracle(amax, "fp4_e2m1", rule))
 
 
 def test_the_float64_oracle_of_rceil_and_ceil_is_the_smallest_power_in_exact_fractions():
@@ -350,19 +349,16 @@ def test_four_over_six_takes_four_for_a_block_that_six_serves_badly():
         ("fp32", "absmax", 1),
     ],
 )
-@pytest.mark.parametrize("element", ["fp4_e2m1", "fp8_e4m3"])
-def test_the_global_scale_maps_the_tensor_maximum_to_the_largest_product(scale, rule, target, element):
-    if element != "fp4_e2m1" and rule == "four-over-six":
-        pytest.skip("defined for fp4_e2m1 only")
-    scheme = QuantScheme(element, scale, 16, True, rule)
-    rng = np.random.default_rng(6)
-    for amax in np.exp2(rng.uniform(-60, 60, 300)).astype(np.float32):
-        g = global_scale_for(torch.tensor(amax), scheme)
-        assert g.shape == (1,)
-        assert g.dtype == torch.float32
-        expected = np.float32(1) / amax * np.float32(target * ELEMENTS[element].max)
-        assert g.item() == expected
-        assert abs(float(g) * float(amax) / (target * ELEMENTS[element].max) - 1) < 2.0**-22
+def test_the_global_scale_maps_the_tensor_maximum_to_the_largest_product(scale, rule, target):
+    maxima = np.exp2(np.random.default_rng(6).uniform(-60, 60, 300)).astype(np.float32)
+    for element in ["fp4_e2m1"] if rule == "four-over-six" else ELEMENTS:
+        scheme = QuantScheme(element, scale, 16, True, rule)
+        for amax in maxima:
+            g = global_scale_for(torch.tensor(amax), scheme)
+            assert g.shape == (1,)
+            assert g.dtype == torch.float32
+            assert g.item() == np.float32(1) / amax * np.float32(target * ELEMENTS[element].max)
+            assert abs(float(g) * float(amax) / (target * ELEMENTS[element].max) - 1) < 2.0**-22
 
 
 def test_the_global_scale_is_positive_and_finite_whatever_the_tensor():
