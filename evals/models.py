@@ -1,4 +1,4 @@
-"""Models as the evaluations see them: found, loaded, described, and run in pieces of logits."""
+"""Models as the evaluations see them: loaded, described, and run in pieces of logits."""
 
 from __future__ import annotations
 
@@ -13,32 +13,9 @@ from typing import Any
 import torch
 
 from mxquant.errors import CheckpointError, MXQuantError
-from mxquant.evals.hub import ensure_quick_failure
+from mxquant.evals.sources import Source, find_model, first_line
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-_PACKED_METHODS = ("mxquant", "compressed-tensors")
-_WEIGHT_FILES = ("*.safetensors", "*.bin")
-
-
-@dataclass(frozen=True)
-class Source:
-    """A model that exists: ``given`` by the user, its ``config`` read, its weights not."""
-
-    given: str
-    folder: Path | None
-    config: Any
-
-    @property
-    def quant_method(self) -> str | None:
-        """``quant_method`` of its config, e.g. ``"mxquant"``; None for a dense model."""
-        quantization = getattr(self.config, "quantization_config", None) or {}
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
-        return None if method is None else str(getattr(method, "value", method))
-
-    @property
-    def max_positions(self) -> int | None:
-        """The longest window the model was made for, in tokens; None where it has no limit."""
-        return getattr(self.config.get_text_config(), "max_position_embeddings", None)
 
 
 @dataclass
@@ -116,35 +93,13 @@ def _run_once(module: torch.nn.Module) -> Iterator[None]:
             module.forward = before  # type: ignore[method-assign]
 
 
-def find_model(source: str | Path) -> Source:
-    """Read the config of a folder or hub id, without loading weights.
-
-    Raises ``CheckpointError`` if there is no such model or it is of no known architecture.
-    """
-    given = str(source)
-    folder = Path(given).expanduser()
-    is_folder = folder.is_dir()
-    if folder.is_file():
-        raise CheckpointError(f"{given} is a file; give the folder that holds config.json and the weights")
-    if is_folder and not (folder / "config.json").is_file():
-        raise CheckpointError(f"folder {given} has no config.json, so it is not a checkpoint")
-    if not is_folder and not _may_be_hub_id(given):
-        raise CheckpointError(f"no such folder or hub id: {given}")
-    online = True if is_folder else ensure_quick_failure()
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(folder if is_folder else given, local_files_only=is_folder)
-    except Exception as error:  # transformers raises OSError, ValueError, KeyError and the hub's own
-        if is_folder:
-            raise CheckpointError(f"cannot read the config of {given}: {_first_line(error)}") from error
-        why = "the hub does not have it, or not for you" if online else "no such folder, not cached, hub unreachable"
-        raise CheckpointError(f"no such folder or hub id: {given} ({why})") from error
-    return Source(given, folder if is_folder else None, config)
-
-
 def load_model(
-    source: str | Path | Source, *, dtype: str = "auto", device: str = "auto", name: str | None = None
+    source: str | Path | Source,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    name: str | None = None,
+    trust_remote_code: bool = False,
 ) -> EvalModel:
     """Load a model for evaluation: quantized ones with packed weights, dense ones as they are.
 
@@ -156,23 +111,23 @@ def load_model(
     where = pick_device(device)
     if dtype not in DTYPES:
         raise MXQuantError(f"unknown dtype {dtype!r}; choose from {', '.join(DTYPES)}")
-    place: Any = found.folder or found.given
+    options = {"local_files_only": found.folder is not None, "trust_remote_code": trust_remote_code}
     try:
-        model = _load_weights(found, place, dtype, where)
+        model = _load_weights(found, dtype, where, options)
     except MXQuantError:
         raise
     except Exception as error:  # a loader's boundary: safetensors, hub, OS and transformers errors alike
-        raise CheckpointError(f"cannot load {found.given}: {_first_line(error)}") from error
+        raise CheckpointError(f"cannot load {found.given}: {first_line(error)}") from error
     model.eval()
     scheme, bits = _describe(model, found.quant_method)
     return EvalModel(
-        name=name or (found.folder.resolve().name if found.folder else found.given),
+        name=name or found.name,
         source=found.given,
         model=model,
-        tokenizer=_load_tokenizer(found, place),
+        tokenizer=_load_tokenizer(found, options),
         scheme=scheme,
         bits_per_weight=bits,
-        disk_bytes=_disk_bytes(found),
+        disk_bytes=found.disk_bytes,
         weight_bytes=_weight_bytes(model),
     )
 
@@ -189,30 +144,29 @@ def pick_device(device: str) -> torch.device:
     return where
 
 
-def _load_weights(found: Source, place: Any, dtype: str, where: torch.device) -> Any:
-    kind = None if dtype == "auto" else getattr(torch, dtype)
-    if found.quant_method in _PACKED_METHODS:
-        import mxquant
+def _load_weights(found: Source, dtype: str, where: torch.device, options: dict[str, Any]) -> Any:
+    import mxquant
 
-        return mxquant.load(str(place), dtype=kind, device_map=None if where.type == "cpu" else str(where))
-    from transformers import AutoModelForCausalLM
-
-    model, info = AutoModelForCausalLM.from_pretrained(
-        place, dtype=kind or "auto", output_loading_info=True, local_files_only=found.folder is not None
+    model, info = mxquant.load(
+        found.folder or found.given,
+        dtype=dtype,
+        device_map=None if where.type == "cpu" else str(where),
+        output_loading_info=True,
+        **options,
     )
     # transformers only warns and fills them with random numbers; a perplexity of that is a wrong number.
     if missing := sorted(info["missing_keys"]):
         raise CheckpointError(f"checkpoint {found.given} lacks {len(missing)} tensors, e.g. {missing[0]}")
-    return model.to(where)
+    return model
 
 
-def _load_tokenizer(found: Source, place: Any) -> Any:
+def _load_tokenizer(found: Source, options: dict[str, Any]) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(place, local_files_only=found.folder is not None)
+        return AutoTokenizer.from_pretrained(found.folder or found.given, **options)
     except Exception as error:  # as above
-        raise CheckpointError(f"cannot load the tokenizer of {found.given}: {_first_line(error)}") from error
+        raise CheckpointError(f"cannot load the tokenizer of {found.given}: {first_line(error)}") from error
 
 
 def _describe(model: torch.nn.Module, method: str | None) -> tuple[str, float | None]:
@@ -234,29 +188,3 @@ def _describe(model: torch.nn.Module, method: str | None) -> tuple[str, float | 
 def _weight_bytes(model: torch.nn.Module) -> int:
     tensors = [*model.parameters(), *model.buffers()]
     return sum({t.data_ptr(): t.numel() * t.element_size() for t in tensors if t.numel()}.values())
-
-
-def _disk_bytes(found: Source) -> int | None:
-    folder = found.folder
-    if folder is None:
-        from transformers.utils import cached_file
-
-        with contextlib.suppress(Exception):  # only a figure in a table
-            folder = Path(cached_file(found.given, "config.json", local_files_only=True)).parent
-    if folder is None:
-        return None
-    for pattern in _WEIGHT_FILES:
-        if files := list(folder.glob(pattern)):
-            return sum(file.stat().st_size for file in files)
-    return None
-
-
-def _may_be_hub_id(text: str) -> bool:
-    """``name`` or ``owner/name`` in the characters that the hub allows."""
-    parts = text.split("/")
-    return len(parts) <= 2 and all(p and p[0] not in ".-~" and p.replace("-", "").replace(".", "").replace("_", "").isalnum() for p in parts)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

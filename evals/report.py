@@ -134,14 +134,19 @@ def versions() -> dict[str, str | None]:
 
 def megabytes(count: int | None) -> str:
     """``123.4`` MB (10^6 bytes), or a dash."""
-    return "–" if count is None else f"{count / 1e6:,.1f}"
+    return "-" if count is None else f"{count / 1e6:,.1f}"
+
+
+def _empty_table() -> Table:
+    from rich import box
+    from rich.table import Table
+
+    return Table(box=box.SIMPLE_HEAD, pad_edge=False)
 
 
 def _perplexity_table(results: list[ModelResult]) -> Table:
-    from rich.table import Table
-
     compared = any(row.perplexity and row.perplexity.divergence for row in results)
-    table = Table(header_style="bold")
+    table = _empty_table()
     table.add_column("model", overflow="fold", min_width=12)
     table.add_column("weights", overflow="fold")
     for title in ("bits", "disk MB", "RAM MB", "perplexity"):
@@ -150,7 +155,7 @@ def _perplexity_table(results: list[ModelResult]) -> Table:
         table.add_column(title, justify="right")
     table.add_column("tokens/s", justify="right")
     for row in results:
-        bits = "–" if row.bits_per_weight is None else f"{row.bits_per_weight:.3g}"
+        bits = "-" if row.bits_per_weight is None else f"{row.bits_per_weight:.3g}"
         cells = [row.name, row.scheme, bits, megabytes(row.disk_bytes), megabytes(row.weight_bytes)]
         table.add_row(*cells, *_measured_cells(row, compared))
     return table
@@ -159,7 +164,7 @@ def _perplexity_table(results: list[ModelResult]) -> Table:
 def _measured_cells(row: ModelResult, compared: bool) -> list[str]:
     measured = row.perplexity
     if measured is None or measured.perplexity is None:
-        return ["[red]not finite[/red]" if measured else "–", *(["–"] * (4 if compared else 1))]
+        return ["[red]not finite[/red]" if measured else "-", *(["-"] * (4 if compared else 1))]
     cells = [f"{measured.perplexity:.4g}" if measured.perplexity < 1000 else f"{measured.perplexity:,.0f}"]
     if compared:
         divergence = measured.divergence
@@ -182,9 +187,7 @@ def with_error(value: float, interval: Interval | None) -> str:
 
 
 def _task_table(results: list[ModelResult]) -> Table:
-    from rich.table import Table
-
-    table = Table(header_style="bold")
+    table = _empty_table()
     table.add_column("task")
     table.add_column("metric")
     for row in results:
@@ -193,7 +196,7 @@ def _task_table(results: list[ModelResult]) -> Table:
     by_row = [{(metric.task, metric.name): metric for metric in row.tasks} for row in results]
     for task, name in found:
         metrics = [metrics.get((task, name)) for metrics in by_row]
-        table.add_row(task, name, *("–" if metric is None else _task_cell(metric) for metric in metrics))
+        table.add_row(task, name, *("-" if metric is None else _task_cell(metric) for metric in metrics))
     return table
 
 

@@ -336,9 +336,10 @@ def _check_choice(what: str, value: Any, choices: Any) -> None:
         raise SchemeError(f"unknown {what} {value!r}; choose from {', '.join(choices)}")
 
 
+# NVFP4 and MXFP4 name their rules: these are the bytes that compressed-tensors writes.
 PRESETS: dict[str, QuantScheme] = {
-    "mxfp4": QuantScheme("fp4_e2m1", "e8m0", 32),
-    "nvfp4": QuantScheme("fp4_e2m1", "e4m3", 16, global_scale=True),
+    "mxfp4": QuantScheme("fp4_e2m1", "e8m0", 32, scale_rule="even"),
+    "nvfp4": QuantScheme("fp4_e2m1", "e4m3", 16, global_scale=True, scale_rule="absmax"),
     "mxfp8": QuantScheme("fp8_e4m3", "e8m0", 32),
     "mxfp6": QuantScheme("fp6_e2m3", "e8m0", 32),
 }

@@ -209,7 +209,7 @@ def _decide(
     for info in checkpoint.tensors.values():
         parameter = parameters.get(mapper(info.name) or "")
         if parameter is None:
-            reason = "not a parameter of the model class"
+            reason = "not a parameter of the model class, or only a part of one"
             tensors.append(TensorPlan(info.name, info.dtype, info.shape, "unknown", None, reason))
             continue
         stored = parameter.shape[::-1] if parameter.transposed else parameter.shape

@@ -3,7 +3,57 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
 
 # Nothing in the tests may reach the network, whatever the machine.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+
+# Odd sizes on purpose: 36 input features divide by no block length in use.
+_SIZES = {"vocab_size": 64, "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+_LLAMA = {**_SIZES, "intermediate_size": 36, "num_key_value_heads": 2, "max_position_embeddings": 64}
+
+
+def _configs() -> dict[str, Callable[[], object]]:
+    import transformers as hf
+
+    return {
+        "llama": lambda: hf.LlamaConfig(**_LLAMA, tie_word_embeddings=False),
+        "llama-tied": lambda: hf.LlamaConfig(**_LLAMA, tie_word_embeddings=True),
+        "llama-even": lambda: hf.LlamaConfig(**{**_LLAMA, "intermediate_size": 96}, tie_word_embeddings=False),
+        "qwen2": lambda: hf.Qwen2Config(**_LLAMA),
+        "gemma3": lambda: hf.Gemma3TextConfig(**_LLAMA, head_dim=16, sliding_window=32),
+        "gpt2": lambda: hf.GPT2Config(vocab_size=64, n_layer=2, n_embd=64, n_head=4, n_positions=64),
+        "mixtral": lambda: hf.MixtralConfig(**_LLAMA, num_local_experts=2),
+    }
+
+
+@pytest.fixture(scope="session")
+def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``make_checkpoint(kind, dtype="float32", max_shard_size="5GB")`` -> folder of a tiny random model.
+
+    Folders are shared between tests: copy one before changing it.
+    """
+    made: dict[tuple[str, str, str], Path] = {}
+
+    def make(kind: str, dtype: str = "float32", max_shard_size: str = "5GB") -> Path:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        key = (kind, dtype, max_shard_size)
+        if key not in made:
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(_configs()[kind]()).to(getattr(torch, dtype))
+            for name, parameter in model.named_parameters():  # biases and norms start as constants
+                if parameter.ndim == 1:
+                    torch.nn.init.normal_(parameter, mean=0.0 if name.endswith("bias") else 1.0, std=0.1)
+            folder = tmp_path_factory.mktemp(kind)
+            model.save_pretrained(folder, max_shard_size=max_shard_size)
+            (folder / "tokenizer_config.json").write_text('{"marker": "carried along"}')
+            made[key] = folder
+        return made[key]
+
+    return make

@@ -33,7 +33,8 @@ def paragraphs(part: str) -> set[str]:
 
 def test_splits_share_no_paragraph():
     heldout, train = paragraphs("heldout"), paragraphs("train")
-    assert len(heldout) > 500 and len(train) > 5000
+    assert len(heldout) > 500
+    assert len(train) > 5000
     assert not heldout & train
 
 

@@ -128,7 +128,7 @@ class NameMapper:
     """Checkpoint tensor names -> parameter names of the running model.
 
     Follows the loader of transformers: its renaming rules for the architecture, then the base-model
-    prefix added or dropped. Names that belong to fused conversions map to None.
+    prefix added or dropped.
     """
 
     def __init__(self, model: nn.Module):
@@ -138,26 +138,38 @@ class NameMapper:
         mapping = get_model_conversion_mapping(model) or []
         self._renamings = [m for m in mapping if isinstance(m, WeightRenaming)]
         self._converters = [m for m in mapping if isinstance(m, WeightConverter)]
+        self._targets = {p: list(c.target_patterns) for c in self._converters for p in c.source_patterns}
         self._prefix = getattr(model, "base_model_prefix", "")
         self._known = dict(model.state_dict())
 
     def __call__(self, name: str) -> str | None:
-        from transformers.core_model_loading import rename_source_key
-
-        if name in self._known:
-            return name
-        renamed, converter = rename_source_key(name, self._renamings, self._converters, self._prefix, self._known)
-        if converter is None and renamed in self._known:
-            return renamed
-        renamed, _ = rename_source_key(name, [], [], self._prefix, self._known)
-        return renamed if renamed in self._known else None
+        """The parameter that the tensor is, or None: unknown, or one part of a fused parameter."""
+        target, pattern = self._rename(name)
+        return target if pattern is None and target in self._known else None
 
     def missing(self, names: Iterable[str], parameters: Iterable[Parameter]) -> Iterator[str]:
         """Parameters that no tensor of the checkpoint fills and that are not tied to one that is."""
-        present = {self(n) for n in names}
+        present: set[str] = set()
+        for name in names:
+            target, pattern = self._rename(name)
+            present.add(target)
+            if pattern is not None:
+                first, *others = self._targets[pattern]
+                present |= {target.replace(first, other) for other in others}
         for p in parameters:
             if p.name not in present and p.tied_to is None:
                 yield p.name
+
+    def _rename(self, name: str) -> tuple[str, str | None]:
+        """Target parameter, and the source pattern if a fusing or splitting conversion makes it."""
+        from transformers.core_model_loading import rename_source_key
+
+        if name in self._known:
+            return name, None
+        renamed, pattern = rename_source_key(name, self._renamings, self._converters, self._prefix, self._known)
+        if renamed in self._known:
+            return renamed, pattern
+        return rename_source_key(name, [], [], self._prefix, self._known)[0], None
 
 
 def _line(error: Exception) -> str:

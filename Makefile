@@ -1,0 +1,58 @@
+# `make demo` and `make test` work in a fresh clone that has nothing but Python 3.11 or newer.
+#
+#   PYTHON       interpreter that the environment is made with        (make test PYTHON=python3.12)
+#   VENV         where the environment is                             (make test VENV=/tmp/venv)
+#   PIP_ARGS     more arguments for pip, e.g. another package index   (make test PIP_ARGS="--index-url URL")
+#   PYTEST_ARGS  more arguments for pytest                            (make test PYTEST_ARGS="-k packing -x")
+
+PYTHON ?= python3
+VENV ?= .venv
+PIP_ARGS ?=
+PYTEST_ARGS ?=
+
+# The oldest Python that pyproject.toml allows.
+CHECK_PYTHON = import sys; sys.exit("mxquant needs Python 3.11 or newer: make PYTHON=..." if sys.version_info < (3, 11) else 0)
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint format types bench clean distclean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' Makefile
+
+demo: $(VENV)/.installed-test  ## quantize the bundled model four ways, evaluate and compare
+	$(VENV)/bin/mxquant demo
+
+test: $(VENV)/.installed-test  ## run the tests
+	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-dev  ## check style
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+format: $(VENV)/.installed-dev  ## fix style where that can be done by a tool
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+types: $(VENV)/.installed-dev  ## check type hints
+	$(VENV)/bin/mypy
+
+bench: $(VENV)/.installed-test  ## run every benchmarks/bench_*.py
+	set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(VENV)/bin/python "$$script"; done
+
+clean:  ## remove what building, testing and the demo left behind; the environment stays
+	rm -rf build dist out *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache
+	find mxquant cli evals tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean  ## remove the environment too
+	rm -rf "$(VENV)"
+
+# A marker file for each extra. Constraints are given on every call: without them pip may change its
+# mind about torch, which is gigabytes.
+$(VENV)/.installed-%: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(VENV)/bin/python -m pip install -c constraints.txt $(PIP_ARGS) -e '.[$*]'
+	touch $@
+
+$(VENV)/bin/python:
+	$(PYTHON) -c '$(CHECK_PYTHON)'
+	$(PYTHON) -m venv "$(VENV)"

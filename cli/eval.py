@@ -1,0 +1,189 @@
+"""``mxquant eval``."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mxquant.cli.common import EXIT_FAILED, console, handle_errors, progress, write_json
+
+if TYPE_CHECKING:
+    from mxquant.evals.report import Report
+    from mxquant.evals.sources import Source
+    from mxquant.evals.tasks import TaskSet
+
+_EPILOG = """\b
+Examples:
+  mxquant eval ./Llama-3-8B-fp4-ue5m3-b16 --baseline meta-llama/Llama-3-8B
+  mxquant eval ./a ./b --baseline ./dense --text notes.txt --seq-len 512 --windows 20 --plot ab.png
+  mxquant eval ./a --tasks piqa,hellaswag --limit 200 --no-perplexity
+  mxquant eval ./a --tasks my_task --include-path ./my_tasks --json
+"""
+
+# Wide enough for a line of every table where nobody's terminal sets the width.
+_PIPE_WIDTH = 132
+
+
+@click.command("eval", epilog=_EPILOG, context_settings={"max_content_width": 120})
+@click.argument("models", metavar="MODEL...", nargs=-1, required=True)
+@click.option("--baseline", metavar="MODEL", help="Dense model to compare with: KL, top-1 agreement, perplexity ratio.")
+@click.option(
+    "--text",
+    default="wikitext2",
+    show_default=True,
+    metavar="wikitext2|builtin|FILE",
+    help="Text for perplexity: WikiText-2's test split from the hub, Python's documentation, or a UTF-8 file.",
+)
+@click.option(
+    "--seq-len",
+    type=click.IntRange(min=2),
+    help="Tokens in a window.  [default: 2048, or the models' limit if smaller]",
+)
+@click.option("--windows", type=click.IntRange(min=1), help="Use only the first windows.  [default: the whole text]")
+@click.option(
+    "--batch-size", type=click.IntRange(min=1), default=1, show_default=True, help="Windows or items at once."
+)
+@click.option("--no-perplexity", is_flag=True, help="Only run tasks.")
+@click.option("--tasks", metavar="A,B", help="lm-eval tasks to run as well, by name or YAML file.")
+@click.option("--limit", type=click.FloatRange(min=0, min_open=True), help="Items per task; a share if below 1.")
+@click.option(
+    "--num-fewshot", type=click.IntRange(min=0), help="Solved examples before each item.  [default: the task's]"
+)
+@click.option("--include-path", type=click.Path(), help="Folder of task YAMLs of your own.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+    default="auto",
+    show_default=True,
+    help="Of activations and dense weights; auto is the checkpoint's.",
+)
+@click.option(
+    "--device", default="auto", show_default=True, help="cpu, cuda, cuda:1, ...; auto is CUDA if there is one."
+)
+@click.option("--trust-remote-code", is_flag=True, help="Run model code that comes with a checkpoint.")
+@click.option("--output", type=click.Path(path_type=Path), help="Write the results to this file as JSON.")
+@click.option("--plot", type=click.Path(path_type=Path), help="Draw the comparison: .png, .pdf or .svg.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+@handle_errors
+def eval_command(models: tuple[str, ...], **options: Any) -> None:
+    """Measure models: perplexity, divergence from a baseline, downstream tasks.
+
+    MODEL is a folder or a hub id, quantized (its weights stay packed) or dense. Perplexity is over
+    non-overlapping windows, each after a BOS token where the tokenizer adds one. With --baseline all
+    models are held in memory together, so that each of its logits is computed once.
+    """
+    _check(options)
+    sources, baseline = _find_models(models, options)  # before slow imports: paths are mistyped often
+    prepare_libraries()
+    from mxquant.errors import MXQuantError
+    from mxquant.evals.report import Report
+    from mxquant.evals.run import EvalSettings, run
+    from mxquant.evals.text import load_text
+
+    with console().status("reading the text"):
+        text = None if options["no_perplexity"] else load_text(options["text"])
+    tasks = _find_tasks(options)
+    fields = {name: options[name] for name in EvalSettings.__dataclass_fields__}
+    report = Report([], text)
+    try:
+        run(report, sources, EvalSettings(**fields), baseline=baseline, tasks=tasks, stage=stage)
+    except MXQuantError:
+        if report.results:  # hours may have gone into what was found before
+            publish(report, options)
+        raise
+    publish(report, options)
+    for problem in report.problems:
+        click.echo(f"Error: {problem}", err=True)
+    if report.problems:
+        sys.exit(EXIT_FAILED)
+
+
+@contextlib.contextmanager
+def stage(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on standard error while ``what`` lasts; it pulses until a total is known."""
+    with progress() as display:
+        bar = display.add_task(what, total=None)
+        yield lambda done, total: display.update(bar, completed=done, total=total)
+
+
+def publish(report: Report, options: dict[str, Any]) -> None:
+    """Write what was asked for, and print the tables or JSON to standard output."""
+    if options["output"] is not None:
+        write_json(report.to_dict(), options["output"])
+    if options["plot"] is not None:
+        from mxquant.evals.plots import plot_comparison
+
+        plot_comparison(report.results, options["plot"])
+    if options["as_json"]:
+        write_json(report.to_dict())
+        return
+    print_tables(report)
+    for key in ("output", "plot"):
+        if options[key] is not None:
+            click.echo(f"Wrote {options[key]}.")
+
+
+def print_tables(report: Report) -> None:
+    """The tables and what they were measured on, to standard output."""
+    from rich.console import Console
+
+    out = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+    for table in report.tables():
+        out.print(table)
+    if note := report.footnote():
+        click.echo(note)
+
+
+def prepare_libraries() -> None:
+    """Import the slow ones while something moves, and keep transformers' bars out of log files."""
+    with console().status("starting"):
+        from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+
+    set_verbosity_error()
+    if not sys.stderr.isatty():
+        disable_progress_bar()
+
+
+def _check(options: dict[str, Any]) -> None:
+    """What can be known to be wrong before anything is read."""
+    if options["tasks"] is None:
+        for name in ("limit", "num_fewshot", "include_path"):
+            if options[name] is not None:
+                raise click.UsageError(f"--{name.replace('_', '-')} goes with --tasks")
+        if options["no_perplexity"]:
+            raise click.UsageError("--no-perplexity leaves nothing to do without --tasks")
+    for name in ("output", "plot"):
+        path = options[name]
+        if path is not None and path.is_dir():
+            raise click.UsageError(f"--{name} {path} is a folder; give a file")
+        if path is not None and not path.absolute().parent.is_dir():
+            raise click.UsageError(f"--{name} {path}: there is no folder {path.parent}")
+    if options["plot"] is not None:
+        from mxquant.evals.plots import check_format
+
+        check_format(options["plot"])
+
+
+def _find_models(models: tuple[str, ...], options: dict[str, Any]) -> tuple[list[Source], Source | None]:
+    """The models' configs; one that does not exist is an error now, not after hours."""
+    from mxquant.evals.sources import find_model
+
+    with console().status("looking for the models"):
+        trust = options["trust_remote_code"]
+        sources = [find_model(model, trust_remote_code=trust) for model in models]
+        given = options["baseline"]
+        return sources, None if given is None else find_model(given, trust_remote_code=trust)
+
+
+def _find_tasks(options: dict[str, Any]) -> TaskSet | None:
+    if options["tasks"] is None:
+        return None
+    from mxquant.evals.tasks import TaskSet
+
+    with console().status("preparing the tasks"):
+        return TaskSet(options["tasks"].split(","), options["include_path"])
