@@ -182,14 +182,14 @@ class Band {
         gather(from, lanes, x + int64_t{row} * width * F::N);
       }
       for (int64_t i = int64_t{rows} * width * F::N; i < int64_t{size} * F::N; i++) x[i] = 0;
-      float most[F::N];
-      uint8_t start[F::N], other[F::N];
+      float most[F::N], start[F::N], other[F::N];
       for (int i = 0; i < F::N; i++) {
         const int b = block + (i < lanes ? i : 0);
         most[i] = amax[b], start[i] = codes[b], other[i] = four[b];
       }
-      search_group(job_, x, size, most, other, start, x + int64_t{size} * F::N);
-      std::memcpy(codes + block, start, lanes);
+      const F::V answer = search_group(job_, x, size, F::load(most), F::load(start), F::load(other), x + int64_t{size} * F::N);
+      F::store(start, answer);
+      for (int i = 0; i < lanes; i++) codes[block + i] = static_cast<uint8_t>(start[i]);
     }
   }
 

@@ -26,6 +26,8 @@ struct F {
   static V abs(V a) { return _mm512_abs_ps(a); }
   static V where_less(V a, V b, V yes, V no) { return _mm512_mask_mov_ps(no, _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), yes); }
   static int count_greater(V a, V b) { return __builtin_popcount(_mm512_cmp_ps_mask(a, b, _CMP_GT_OQ)); }
+  static bool any_less(V a, V b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ) != 0; }
+  static V gather(const float* table, V index) { return _mm512_i32gather_ps(_mm512_cvtps_epi32(index), table, 4); }
   static float sum(V a) { return _mm512_reduce_add_ps(a); }
   // 1.5 * 2^exponent of a positive number.
   static V binade15(V a) {

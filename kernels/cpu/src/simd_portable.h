@@ -57,6 +57,10 @@ struct F {
     for (int i = 0; i < N; i++) n += a.x[i] > b.x[i];
     return n;
   }
+  static bool any_less(V a, V b) { return count_greater(b, a) > 0; }
+  static V gather(const float* table, V index) {
+    return each([&](int i) { return table[static_cast<int>(index.x[i])]; });
+  }
   static float sum(V a) { return (a.x[0] + a.x[2]) + (a.x[1] + a.x[3]); }
   static V binade15(V a) {
     return each([&](int i) { return float_of((bits_of(a.x[i]) & 0x7F800000u) | 0x00400000u); });
