@@ -27,7 +27,7 @@ namespace {
 
 int linear_all(const LinearJob* job) {
 #if MXQ_LEVEL == AVX512_LEVEL
-  if (job->dtype == BF16) return job->m <= kMaxDirectRows ? few_rows(*job) : panels<Half>(*job);
+  if (job->dtype == BF16) return job->m <= 512 ? direct(*job) : panels<Half>(*job);
 #endif
 #if MXQ_LEVEL == AVX2_LEVEL
   if (job->m <= kMaxDirectRows) return few_rows(*job);
