@@ -27,7 +27,8 @@ namespace {
 
 int linear_all(const LinearJob* job) {
 #if MXQ_LEVEL == AVX512_LEVEL
-  if (job->dtype == BF16) return job->m <= 512 ? direct(*job) : panels<Half>(*job);
+  if (job->dtype == BF16) return job->m <= kMostDirect ? direct(*job) : panels<Half>(*job);
+  if (job->m <= kFewSingles) return direct_singles(*job);
 #endif
 #if MXQ_LEVEL == AVX2_LEVEL
   if (job->m <= kMaxDirectRows) return few_rows(*job);

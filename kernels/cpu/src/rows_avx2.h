@@ -81,7 +81,10 @@ void dot_rows(const LinearJob& job, const float* x, int64_t stride, int64_t firs
       }
       add_chunk<M, WIDTH>(bytes, scales, *job.table, x + chunks * kChunk, stride, sum);
     }
-    for (int m = 0; m < M; m++) finish(job, m, row, F::sum(sum[m]));
+    for (int m = 0; m < M; m++) {
+      float total = F::sum(sum[m]);
+      finish(job, m, row, &total, 1);
+    }
   }
 }
 

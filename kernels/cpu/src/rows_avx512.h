@@ -8,7 +8,7 @@
 namespace mxq {
 namespace {
 
-constexpr int kTurn = 8, kStep = 32;
+constexpr int kTurn = 8, kStep = 32, kMostDirect = 16;
 
 // Weights [32 g, 32 g + 32) of a row. KIND: 8, 16, or 32 and more elements to a block.
 template <int KIND>
@@ -80,7 +80,7 @@ void dot_rows(const LinearJob& job, const uint16_t* x, int64_t x_row, int64_t ro
     const auto of = [&](int r) { return sum[0][m][r < R ? r : 0]; };
     if (R == 1) sums[0] = F::sum(of(0));
     else sum4(of(0), of(1), of(2), of(3), sums);
-    for (int r = 0; r < R; r++) finish(job, x_row + m, row + r, sums[r]);
+    finish(job, x_row + m, row, sums, R);
   }
 }
 
@@ -140,6 +140,69 @@ inline int direct(const LinearJob& job) {
       else if (job.block_columns == 16) turn<16>(job, count, x + m * width, m, first, last);
       else turn<32>(job, count, x + m * width, m, first, last);
     }
+  });
+  return OK;
+}
+
+// fp32 activations, few rows: 16 weights are looked up at once.
+constexpr int kFewSingles = 4;
+
+template <int M>
+void dot_singles(const LinearJob& job, const float* x, int64_t stride, int64_t row) {
+  const int shift = __builtin_ctz(static_cast<unsigned>(job.block_columns));
+  const int64_t groups = job.k / 16, blocks = (job.k + job.block_columns - 1) >> shift;
+  const uint8_t* p = job.packed + row * ((job.k + 1) / 2);
+  const uint8_t* s = job.scale + row / job.block_rows * blocks;
+  const DecodeTable& t = *job.table;
+  constexpr int kUnroll = M == 1 ? 4 : 2;
+  F::V sum[kUnroll][M];
+  for (auto& u : sum)
+    for (auto& v : u) v = F::set1(0);
+  const auto add = [&](int u, F::V w, int64_t g) {
+    for (int m = 0; m < M; m++) sum[u][m] = F::fma(F::load(x + m * stride + 16 * g), w, sum[u][m]);
+  };
+  const auto weights = [&](int64_t g) {
+    if (shift > 3) return F::lookup(p + 8 * g, t.words32[s[g >> (shift - 4)]]);
+    const F::V first = F::lookup(p + 8 * g, t.words32[s[2 * g]]), second = F::lookup(p + 8 * g, t.words32[s[2 * g + 1]]);
+    return _mm512_mask_mov_ps(first, 0xFF00, second);
+  };
+  int64_t g = 0;
+  for (; g + kUnroll <= groups; g += kUnroll) {
+    _mm_prefetch(reinterpret_cast<const char*>(p + 8 * g + 3072), _MM_HINT_T0);
+    for (int u = 0; u < kUnroll; u++) add(u, weights(g + u), g + u);
+  }
+  for (; g < groups; g++) add(0, weights(g), g);
+  if (job.k % 16 != 0) {
+    const Tail tail(p + 8 * groups, s, groups, shift, static_cast<int>(job.k % 16));
+    float values[16];
+    decode_group(tail.bytes, tail.scale, 0, Tail::shift(shift), t, values);
+    add(0, F::load(values), groups);
+  }
+  for (int m = 0; m < M; m++) {
+    for (int u = 1; u < kUnroll; u++) sum[0][m] = F::add(sum[0][m], sum[u][m]);
+    float total = F::sum(sum[0][m]);
+    finish(job, m, row, &total, 1);
+  }
+}
+
+inline int direct_singles(const LinearJob& job) {
+  const int64_t stride = (job.k + 15) / 16 * 16;
+  Scratch memory(job.m * stride * 4);
+  float* x = memory.as<float>();
+  if (x == nullptr) return NO_MEMORY;
+  for (int64_t m = 0; m < job.m; m++) {
+    Single::load_row(job, m, x + m * stride);
+    std::memset(x + m * stride + job.k, 0, (stride - job.k) * 4);
+  }
+  const int64_t rows = (32 << 10) / (stride / 2) + 1;
+  parallel_for((job.n + rows - 1) / rows, job.threads, [&](int64_t task) {
+    const int64_t first = task * rows, last = job.n - first < rows ? job.n : first + rows;
+    for (int64_t row = first; row < last; row++) switch (job.m) {
+        case 1: dot_singles<1>(job, x, stride, row); break;
+        case 2: dot_singles<2>(job, x, stride, row); break;
+        case 3: dot_singles<3>(job, x, stride, row); break;
+        default: dot_singles<4>(job, x, stride, row);
+      }
   });
   return OK;
 }
