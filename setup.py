@@ -14,6 +14,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
 
 CPU = Path(__file__).resolve().parent / "kernels" / "cpu"
 
@@ -40,10 +41,7 @@ class BuildKernels(build_ext):
         try:
             cpu.build(Path(self.get_ext_fullpath(ext.name)), Path(self.build_temp))
         except RuntimeError as error:
-            raise_from = getattr(self, "warn", print)
-            raise_from(f"building without CPU kernels: {error}")
-            ext._needs_stub = False
-            self.extensions = [e for e in self.extensions if e is not ext]
+            raise CompileError(f"no CPU kernels: {error}") from error  # a warning, as the extension is optional
 
 
 class PlatformWheel(bdist_wheel):

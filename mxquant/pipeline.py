@@ -16,13 +16,13 @@ from pathlib import Path
 
 import torch
 
+import mxquant.ops  # noqa: F401  (brings the kernels)
 from mxquant.checkpoint import compressed_tensors
 from mxquant.checkpoint.layout import INDEX_NAME, REPORT_NAME, OutputTensor
 from mxquant.checkpoint.reader import Checkpoint, resolve_source
 from mxquant.checkpoint.writer import ShardWriter, index_json, shard_names
 from mxquant.formats import QuantScheme
 from mxquant.memory import PeakMemory
-import mxquant.ops  # noqa: F401  (brings the kernels)
 from mxquant.methods.rtn import QuantStats, RowChunk, RowQuantizer, check_weight, tensor_amax
 from mxquant.output import carry_side_files, check_disk_space, check_output, copy_tensor, open_shard, output_folder
 from mxquant.parallel import Workers
