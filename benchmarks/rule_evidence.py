@@ -209,13 +209,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     baseline, variants, rows = make_variants(dense, args)
     different, number = without_copies(variants)
     say(f"evaluating {len(different)} different models and the dense one")
-    done, began = 0, time.monotonic()
-
-    def advance(windows: int) -> None:
-        nonlocal done
-        done += windows
-        say(f"{done} windows of all models, {time.monotonic() - began:.0f} s")
-
+    began = time.monotonic()
     reference, *results = evaluate(
         different,
         text,
@@ -223,7 +217,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         seq_len=args.seq_len,
         windows=args.windows,
         batch_size=args.batch_size,
-        advance=advance,
+        progress=lambda done, total: say(f"{done}/{total} windows, {time.monotonic() - began:.0f} s"),
     )
     return {
         **about,

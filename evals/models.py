@@ -156,7 +156,8 @@ def _load_weights(found: Source, dtype: str, where: torch.device, options: dict[
     )
     # transformers only warns and fills them with random numbers; a perplexity of that is a wrong number.
     if missing := sorted(info["missing_keys"]):
-        raise CheckpointError(f"checkpoint {found.given} lacks {len(missing)} tensors, e.g. {missing[0]}")
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise CheckpointError(f"checkpoint {found.given} lacks tensor {missing[0]}{more}")
     return model
 
 

@@ -106,19 +106,23 @@ class Report:
         return made
 
     def footnote(self) -> str:
-        """What the perplexity table was measured on, in a line or two."""
+        """What the reader of the tables must know, in a few lines."""
+        lines = [self.measured_on()]
+        if any(row.perplexity and row.perplexity.divergence for row in self.results):
+            lines.append("Ratio and KL are against the baseline; ± is 95 % confidence over (paired) windows.")
+        return "\n".join(line for line in lines if line)
+
+    def measured_on(self) -> str:
+        """The text and the windows, in two lines; empty without a perplexity."""
         measured = next((row.perplexity for row in self.results if row.perplexity), None)
         if measured is None or self.text is None:
             return ""
         note = f" ({self.text.note})" if self.text.note else ""
         bos = ", each after a BOS token" if measured.bos else ""
-        lines = [
-            f"Text {self.text.name}{note}, sha256 {self.text.sha256[:16]}.",
-            f"{measured.windows} windows of {measured.seq_len} tokens{bos}: {measured.tokens} predicted tokens.",
-        ]
-        if any(row.perplexity and row.perplexity.divergence for row in self.results):
-            lines.append("Ratio and KL are against the baseline; ± is 95 % confidence over (paired) windows.")
-        return "\n".join(lines)
+        return (
+            f"Text {self.text.name}{note}, sha256 {self.text.sha256[:16]}.\n"
+            f"{measured.windows} windows of {measured.seq_len} tokens{bos}: {measured.tokens} predicted tokens."
+        )
 
 
 def versions() -> dict[str, str | None]:
@@ -134,7 +138,9 @@ def versions() -> dict[str, str | None]:
 
 def megabytes(count: int | None) -> str:
     """``123.4`` MB (10^6 bytes), or a dash."""
-    return "-" if count is None else f"{count / 1e6:,.1f}"
+    if count is None:
+        return "-"
+    return f"{count / 1e6:,.{2 if count < 1e7 else 1 if count < 1e9 else 0}f}"
 
 
 def _empty_table() -> Table:

@@ -84,8 +84,10 @@ def replace_modules(model: nn.Module, entries: Mapping[str, ModuleEntry]) -> Non
     Raises ``CheckpointError`` for modules that compute something else than a linear map.
     """
     for name, entry in entries.items():
-        old = model.get_submodule(name)
-        check_linear(model, name, old)
+        old: Any = model.get_submodule(name)
+        if not is_plain_linear(old):
+            kind = type(old).__name__
+            raise CheckpointError(f"{_origin(model)}: {name} is a {kind}, not a linear layer; it cannot be packed")
         bias = old.bias
         new = QuantLinear(
             entry.shape,
@@ -110,14 +112,12 @@ def check_companions(model: nn.Module, entries: Mapping[str, ModuleEntry]) -> No
                 )
 
 
-def check_linear(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Raise ``CheckpointError`` unless the module is a plain linear layer (or GPT-2's Conv1D)."""
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear map and nothing else: ``nn.Linear`` or GPT-2's ``Conv1D``, but no
+    subclass that computes more (some routers of experts)."""
     from transformers.pytorch_utils import Conv1D
 
-    if type(module).forward not in (nn.Linear.forward, Conv1D.forward):
-        raise CheckpointError(
-            f"{_origin(model)}: {name} is a {type(module).__name__}, not a linear layer; it cannot stay packed"
-        )
+    return type(module).forward in (nn.Linear.forward, Conv1D.forward)
 
 
 def table_of_compressed_tensors(headers: Headers) -> ModuleTable:
