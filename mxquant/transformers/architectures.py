@@ -89,14 +89,22 @@ def inventory(model: nn.Module) -> list[Parameter]:
             source = tied.get(name)
             reason = f"output head, tied to {source}" if source else "output head"
             found.append(Parameter(name, "output head", shape, tied_to=source, reason=reason))
-        elif is_weight and isinstance(module, nn.Linear):
-            found.append(Parameter(name, "linear", shape, tied_to=tied.get(name)))
-        elif is_weight and isinstance(module, Conv1D):
-            found.append(Parameter(name, "linear", shape[::-1], transposed=True))
+        elif is_weight and is_plain_linear(module):
+            transposed = isinstance(module, Conv1D)
+            matrix = shape[::-1] if transposed else shape
+            found.append(Parameter(name, "linear", matrix, transposed, tied_to=tied.get(name)))
         else:
             kind = _kind(module, leaf)
             found.append(Parameter(name, kind, shape, reason=kind))
     return found
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear map and nothing else: ``nn.Linear`` or GPT-2's ``Conv1D``, but no
+    subclass that computes more (some routers of experts)."""
+    from transformers.pytorch_utils import Conv1D
+
+    return type(module).forward in (nn.Linear.forward, Conv1D.forward)
 
 
 def _kind(module: nn.Module, leaf: str) -> str:

@@ -19,7 +19,7 @@ from mxquant.errors import CheckpointError
 from mxquant.formats import QuantScheme
 from mxquant.modules import QuantLinear
 from mxquant.numerics import scale_dtype
-from mxquant.transformers.architectures import NameMapper
+from mxquant.transformers.architectures import NameMapper, is_plain_linear
 
 # Tensor name -> safetensors dtype name and shape.
 Headers = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -110,14 +110,6 @@ def check_companions(model: nn.Module, entries: Mapping[str, ModuleEntry]) -> No
                     f"{_origin(model)}: transformers would not load {entry.name}.{part} into {target}; "
                     "packed weights of this architecture are not supported"
                 )
-
-
-def is_plain_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear map and nothing else: ``nn.Linear`` or GPT-2's ``Conv1D``, but no
-    subclass that computes more (some routers of experts)."""
-    from transformers.pytorch_utils import Conv1D
-
-    return type(module).forward in (nn.Linear.forward, Conv1D.forward)
 
 
 def table_of_compressed_tensors(headers: Headers) -> ModuleTable:

@@ -20,7 +20,7 @@ from mxquant.ops import quantize
 from mxquant.recipe import QuantRecipe
 from mxquant.scaling import global_scale_for
 from mxquant.transformers.architectures import NameMapper, Parameter, fused_group, inventory
-from mxquant.transformers.matching import Headers, is_plain_linear
+from mxquant.transformers.matching import Headers
 
 
 def choose_modules(model: nn.Module, recipe: QuantRecipe, headers: Headers | None) -> dict[str, ModuleEntry]:
@@ -42,7 +42,7 @@ def choose_modules(model: nn.Module, recipe: QuantRecipe, headers: Headers | Non
         scheme = _scheme_for(p, name, recipe)
         if scheme is None:
             continue
-        if p.name not in names or not is_plain_linear(model.get_submodule(p.module)):
+        if p.name not in names:
             skipped.append(p.module)
             continue
         chosen[p.module] = ModuleEntry(name, scheme, (p.shape[0], p.shape[1]), p.transposed)
