@@ -166,8 +166,8 @@ def make_variants(dense: EvalModel, args: argparse.Namespace) -> tuple[Variant, 
     baseline = Variant("dense", dense.source, dense.model, dense.tokenizer, linears=linears)
     variants, rows = [], []
     for scheme in schemes(args.scales):
-        say(f"quantizing: {scheme.name}, {scheme.scale_rule}")
         packed, figures = quantize_all(linears, scheme, args.speed_repeats)
+        say(f"{scheme.name}, {scheme.scale_rule}: error {100 * figures['relative_error']:.2f} %")
         name = f"{scheme.name} {scheme.scale_rule}"
         variants.append(
             Variant(name, dense.source, dense.model, dense.tokenizer, scheme.name, linears=linears, packed=packed)

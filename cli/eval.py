@@ -27,7 +27,7 @@ Examples:
 """
 
 # Wide enough for a line of every table where nobody's terminal sets the width.
-_PIPE_WIDTH = 132
+_PIPE_WIDTH = 160
 
 _SECONDS_BETWEEN_LINES = 10
 
@@ -158,7 +158,7 @@ def print_tables(report: Report) -> None:
     from rich.console import Console
 
     out = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
-    for table in report.tables():
+    for table in report.tables(out.width):
         out.print(table)
     if note := report.footnote():
         click.echo(note)
@@ -167,11 +167,9 @@ def print_tables(report: Report) -> None:
 def prepare_libraries() -> None:
     """Import the slow ones while something moves, and keep transformers' bars out of log files."""
     with console().status("starting"):
-        from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+        from mxquant.evals.models import quiet_transformers
 
-    set_verbosity_error()
-    if not sys.stderr.isatty():
-        disable_progress_bar()
+        quiet_transformers(progress_bars=sys.stderr.isatty())
 
 
 def _check(options: dict[str, Any]) -> None:

@@ -46,7 +46,7 @@ class Source:
             from transformers.utils import cached_file
 
             with contextlib.suppress(Exception):  # only a figure in a table
-                folder = Path(cached_file(self.given, "config.json", local_files_only=True)).parent
+                folder = Path(str(cached_file(self.given, "config.json", local_files_only=True))).parent
         if folder is None:
             return None
         for pattern in _WEIGHT_FILES:

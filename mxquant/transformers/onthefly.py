@@ -19,7 +19,7 @@ from mxquant.methods.rtn import tensor_amax
 from mxquant.ops import quantize
 from mxquant.recipe import QuantRecipe
 from mxquant.scaling import global_scale_for
-from mxquant.transformers.architectures import NameMapper, Parameter, fused_group, inventory
+from mxquant.transformers.architectures import NameMapper, Parameter, fused_group, inventory, is_plain_linear
 from mxquant.transformers.matching import Headers
 
 
@@ -36,7 +36,8 @@ def choose_modules(model: nn.Module, recipe: QuantRecipe, headers: Headers | Non
     if headers is not None:
         mapper = NameMapper(model)
         names = {target: key for key in headers if (target := mapper(key)) is not None}
-    chosen, skipped = {}, []
+    chosen: dict[str, ModuleEntry] = {}
+    skipped = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and not is_plain_linear(m)]
     for p in parameters:
         name = names.get(p.name, p.name).removesuffix(".weight")
         scheme = _scheme_for(p, name, recipe)
