@@ -19,7 +19,7 @@ CHECK_PYTHON = import sys; sys.exit("mxquant needs Python 3.11 or newer: make PY
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format types bench clean distclean
+.PHONY: help demo test lint format bench clean distclean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' Makefile
@@ -30,16 +30,14 @@ demo: $(VENV)/.installed-test  ## quantize the bundled model four ways, evaluate
 test: $(VENV)/.installed-test  ## run the tests
 	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
 
-lint: $(VENV)/.installed-dev  ## check style
+lint: $(VENV)/.installed-dev  ## check style and type hints
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
 
 format: $(VENV)/.installed-dev  ## fix style where that can be done by a tool
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
-
-types: $(VENV)/.installed-dev  ## check type hints
-	$(VENV)/bin/mypy
 
 bench: $(VENV)/.installed-test  ## measure speed and memory; results go to out/, see benchmarks/README.md
 	mkdir -p out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +58,7 @@ def demo_command(out: Path, as_json: bool) -> None:
     print_tables(report)
     click.echo(f"(The first {_WINDOWS} windows only; `mxquant eval --text builtin` takes them all.)")
     for name, text in samples.items():
-        click.echo(f"\n{name}: {text}")
+        click.echo(f"\nA sample from {name}:\n{textwrap.indent(text, '    ')}")
     click.echo(f"\nWrote {picture} and the models next to it. To try your own:")
     click.echo("  mxquant quantize MODEL --scale ue5m3 --block 16")
 
@@ -116,6 +117,6 @@ def _generate(model: EvalModel) -> str:
     torch.manual_seed(0)
     with torch.inference_mode():
         tokens = model.model.generate(
-            **inputs, max_new_tokens=_SAMPLE_TOKENS, do_sample=True, temperature=0.7, top_k=50, pad_token_id=0
+            **inputs, max_new_tokens=_SAMPLE_TOKENS, do_sample=True, temperature=0.5, top_k=20, pad_token_id=0
         )
     return model.tokenizer.decode(tokens[0], skip_special_tokens=True)
