@@ -172,6 +172,7 @@ def _dense(packed, scale, global_scale, shape, scheme, dtype):  # type: ignore[n
 
 
 def _dequantize_fake(packed, scale, global_scale, shape, scheme, dtype):  # type: ignore[no-untyped-def]
+    check_parts(packed, scale, global_scale, tuple(shape), scheme_from_spec(scheme))
     return packed.new_empty(shape, dtype=dtype)
 
 
@@ -181,13 +182,16 @@ def _linear(x, packed, scale, global_scale, bias, shape, scheme):  # type: ignor
     module = backend(x.device.type)
     if module is not None and module.why_not_linear(x, shape, s) is None:
         return module.linear(x, packed, scale, global_scale, bias, shape, s)
-    dtype = x.dtype if exact_in(x.dtype, s) else torch.float32
+    # A bias more precise than the activations stays so until the result is rounded.
+    exact = exact_in(x.dtype, s) and (bias is None or bias.dtype == x.dtype)
+    dtype = x.dtype if exact else torch.float32
     weight = _dense(packed, scale, global_scale, shape, s, dtype)
     y = F.linear(x.to(dtype), weight, None if bias is None else bias.to(dtype))
     return y.to(x.dtype)
 
 
 def _linear_fake(x, packed, scale, global_scale, bias, shape, scheme):  # type: ignore[no-untyped-def]
+    _check_linear(x, packed, scale, global_scale, bias, shape, scheme_from_spec(scheme))
     return x.new_empty([*x.shape[:-1], shape[0]])
 
 
@@ -195,12 +199,15 @@ def _check_linear(x, packed, scale, global_scale, bias, shape, scheme):  # type:
     check_parts(packed, scale, global_scale, tuple(shape), scheme)
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise TypeError(f"activations must be fp32, bf16 or fp16, not {x.dtype}")
-    if x.shape[-1] != shape[1]:
+    if x.ndim == 0 or x.shape[-1] != shape[1]:
         raise ValueError(f"activations {list(x.shape)} do not fit a weight of {shape[1]} input features")
     if x.device != packed.device:
         raise ValueError(f"activations are on {x.device}, the weight on {packed.device}; move them to one device")
-    if bias is not None and tuple(bias.shape) != (shape[0],):
-        raise ValueError(f"bias must be [{shape[0]}], not {list(bias.shape)}")
+    if bias is not None:
+        if tuple(bias.shape) != (shape[0],):
+            raise ValueError(f"bias must be [{shape[0]}], not {list(bias.shape)}")
+        if bias.device != packed.device:
+            raise ValueError(f"bias is on {bias.device}, the weight on {packed.device}; move them to one device")
 
 
 def _linear_setup(ctx, inputs, output):  # type: ignore[no-untyped-def]

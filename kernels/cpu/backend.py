@@ -13,7 +13,7 @@ Everything else is left to the reference. The bytes are the same either way.
 from __future__ import annotations
 
 import math
-from ctypes import byref
+from ctypes import byref, c_float
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from mxquant.formats import ElementFormat, QuantScheme
 from mxquant.kernels.cpu import library as L
 from mxquant.methods.rtn import QuantStats
 from mxquant.numerics import element_table, scale_dtype
+from mxquant.scaling import SEARCH_BINADES, SEARCH_CODES
 
 _MANTISSA_RULES = {"absmax": 0, "absmax-nonzero": 1, "ceil": 2, "four-over-six": 3, "search": 4}
 _CARRY, _RCEIL, _POWER_SEARCH = 5, 6, 7
@@ -30,8 +31,9 @@ _CARRY, _RCEIL, _POWER_SEARCH = 5, 6, 7
 
 class _Rule(NamedTuple):
     number: int
-    carry: int
-    largest: int
+    carry: int = 0
+    largest: int = 0
+    offsets: tuple[int, ...] = ()
 
 
 def unavailable() -> str | None:
@@ -92,6 +94,7 @@ def quantize_rows(
         rule=rule.number, carry=rule.carry, largest=rule.largest,
         format=fmt, tables=_quant_tables(scheme, rows.dtype, g).data_ptr(),
         stochastic=scheme.rounding == "stochastic", with_stats=with_stats, threads=torch.get_num_threads(),
+        tries=len(rule.offsets), offsets=(c_float * 16)(*rule.offsets),
         key=seed_key, first_row=first_row, packed=packed.data_ptr(), scale=scale.data_ptr(),
     )  # fmt: skip
     status = L.library().mxq_quantize(byref(job))
@@ -176,7 +179,7 @@ def _rule(scheme: QuantScheme) -> _Rule:
     """What the library calls the scheme's rule; for powers of two see ``scaling._power_of_two_codes``."""
     fmt, rule = scheme.scale_format, str(scheme.scale_rule)
     if not fmt.exponent_only:
-        return _Rule(_MANTISSA_RULES[rule], 0, 0)
+        return _Rule(_MANTISSA_RULES[rule], offsets=SEARCH_CODES)
     carry = {
         "floor": 0,
         "search": 0,
@@ -186,7 +189,7 @@ def _rule(scheme: QuantScheme) -> _Rule:
         "oas": 0x7FFFFF - _mantissa(_half_a_step_above(scheme.element_format)),
     }[rule]
     number = {"rceil": _RCEIL, "search": _POWER_SEARCH}.get(rule, _CARRY)
-    return _Rule(number, carry, fmt.max_code - scheme.element_format.max_exponent)
+    return _Rule(number, carry, fmt.max_code - scheme.element_format.max_exponent, SEARCH_BINADES)
 
 
 def _half_a_step_above(element: ElementFormat) -> float:

@@ -55,8 +55,10 @@ bool is_valid(const QuantJob& j) {
   const bool pointers = j.x != nullptr && j.packed != nullptr && j.scale != nullptr && j.tables != nullptr;
   const bool format = j.rule >= CARRY ? j.format.mantissa_bits == 0 : j.format.mantissa_bits == 3;
   const bool codes = j.format.max_code > 0 && j.format.max_code < 255 && j.largest >= 0 && j.largest < 255;
+  bool tries = j.tries >= 0 && j.tries <= 16;
+  for (int i = 0; tries && i < j.tries; i++) tries = j.offsets[i] >= -255 && j.offsets[i] <= 255;
   const bool bias = j.format.bias == 7 || j.format.bias == 15 || j.format.bias == 127;
-  return pointers && is_size(j.rows) && is_size(j.columns) && j.stride >= 0 && is_dtype(j.dtype) && format && codes && bias &&
+  return pointers && is_size(j.rows) && is_size(j.columns) && j.stride >= 0 && is_dtype(j.dtype) && format && codes && bias && tries &&
          j.rule >= ABSMAX && j.rule <= P2_SEARCH && j.carry >= 0 && j.carry <= 0x7FFFFF && j.first_row >= 0 &&
          j.first_row <= int64_t{1} << 40 && is_block(j.block_rows, j.block_columns) && j.format.global_scale >= 0;
 }

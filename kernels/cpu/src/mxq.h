@@ -39,7 +39,9 @@ struct QuantJob {
   int32_t rule, carry, largest;  // carry and largest code: for powers of two
   ScaleFormat format;
   const QuantTables* tables;
-  int32_t stochastic, with_stats, threads, reserved;
+  int32_t stochastic, with_stats, threads;
+  int32_t tries;  // of the searches: how many codes, and where they are from the first
+  float offsets[16];
   uint64_t key;
   int64_t first_row;  // of x in the whole weight: random bits are counted from there
   uint8_t* packed;    // [rows, (columns + 1) / 2]

@@ -70,15 +70,14 @@ inline bool is_tame_scale(F::V scale) {
 // One group of F::N blocks. x: count vectors of magnitudes; codes: where the rule starts, and the
 // answer, as numbers; the first of equals wins.
 inline F::V search_group(const QuantJob& job, const float* x, int count, F::V amax, F::V start, F::V four, float* sums) {
-  static constexpr float kCodes[] = {0, -1, 1, 3, 4, 5, 6}, kBinades[] = {0, 1, -1, 2};
   const bool powers = job.rule == P2_SEARCH, two = job.rule == FOUR_OVER_SIX;
-  const int tries = powers ? 4 : two ? 2 : 7;
+  const int tries = two ? 2 : job.tries;
   const F::V low = F::set1(powers ? 0 : 1), high = F::set1(static_cast<float>(powers ? job.largest : job.format.max_code));
   const F::V zero = F::set1(0.0f), one = F::set1(1.0f), infinity = F::set1(INFINITY);
   const bool tame = is_tame(x, count, amax);
   F::V best = infinity, answer = zero;
   for (int k = 0; k < tries; k++) {
-    const F::V wanted = two ? (k == 0 ? start : four) : F::add(start, F::set1(powers ? kBinades[k] : kCodes[k]));
+    const F::V wanted = two ? (k == 0 ? start : four) : F::add(start, F::set1(job.offsets[k]));
     const F::V code = F::min(F::max(wanted, low), high);
     F::V scale = F::gather(job.tables->effective, code);
     scale = F::where_less(zero, scale, scale, infinity);  // a scale of zero would lose the block
