@@ -19,7 +19,7 @@ CHECK_PYTHON = import sys; sys.exit("mxquant needs Python 3.11 or newer: make PY
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format bench clean distclean
+.PHONY: help demo test lint format bench wheel sanitize clean distclean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' Makefile
@@ -44,16 +44,22 @@ bench: $(VENV)/.installed-test  ## measure speed and memory; results go to out/,
 	$(VENV)/bin/python benchmarks/quantize_vs_peers.py --model "$(MODEL)" $(if $(PEERS),--peers-python "$(PEERS)") --json out/quantize_vs_peers.json
 	$(VENV)/bin/python benchmarks/large_checkpoint_memory.py --billions 0.5 --shards 2 --json out/large_checkpoint_memory.json
 
+wheel: $(VENV)/.installed-test  ## build a wheel with the CPU kernels in dist/
+	$(VENV)/bin/python -m build --wheel
+
+sanitize: $(VENV)/.installed-test  ## run the tests of the CPU kernels under AddressSanitizer and UBSan
+	$(VENV)/bin/python benchmarks/sanitize_kernels.py
+
 clean:  ## remove what building, testing and the demo left behind; the environment stays
 	rm -rf build dist out *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache
-	find mxquant cli evals tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find mxquant cli evals kernels tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
-distclean: clean  ## remove the environment too
-	rm -rf "$(VENV)"
+distclean: clean  ## remove the environment and the compiled kernels too
+	rm -rf "$(VENV)" kernels/cpu/_native.so
 
 # A marker file for each extra. Constraints are given on every call: without them pip may change its
-# mind about torch, which is gigabytes.
-$(VENV)/.installed-%: pyproject.toml constraints.txt | $(VENV)/bin/python
+# mind about torch, which is gigabytes. Installing also compiles the CPU kernels.
+$(VENV)/.installed-%: pyproject.toml constraints.txt setup.py $(wildcard kernels/cpu/src/*) | $(VENV)/bin/python
 	$(VENV)/bin/python -m pip install -c constraints.txt $(PIP_ARGS) -e '.[$*]'
 	touch $@
 

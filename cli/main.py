@@ -13,6 +13,7 @@ _COMMANDS = {
     "quantize": "Quantize a checkpoint's weights to a 4-bit block-scaled format.",
     "eval": "Measure perplexity, divergence from a baseline and downstream tasks.",
     "dequantize": "Turn a quantized checkpoint back into a dense one.",
+    "env": "Show versions, the processor and which kernels are used.",
     "demo": "Quantize the bundled model four ways, evaluate and compare.",
 }
 

@@ -2,17 +2,28 @@
 
 Each has a schema, a fake implementation (shapes only, for tracing) and a PyTorch reference that
 runs on any device. A scheme travels as the string ``QuantScheme.spec``.
+
+This is the only place that looks for kernels. A backend serves a call if its ``why_not_...`` has no
+objection; otherwise, and with ``MXQUANT_KERNELS=reference`` in the environment, the reference does.
+:func:`explain` says which of them it is and why.
 """
 
 from __future__ import annotations
+
+import importlib
+import os
+from functools import lru_cache
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 
 from mxquant.formats import ELEMENTS, QuantScheme, scheme_from_spec
-from mxquant.methods.rtn import quantize_tensor
+from mxquant.methods.rtn import quantize_tensor, use_kernels
 from mxquant.numerics import scale_dtype
 from mxquant.qtensor import QTensor, check_parts, dequantize_parts
+
+_BACKENDS = {"cpu": "mxquant.kernels.cpu.backend", "cuda": "mxquant.kernels.triton.backend"}
 
 _LIBRARY = torch.library.Library("mxquant", "DEF")
 _LIBRARY.define(
@@ -56,6 +67,69 @@ def linear(x: torch.Tensor, weight: QTensor, bias: torch.Tensor | None = None) -
     )
 
 
+def backend(device_type: str) -> ModuleType | None:
+    """The module with the kernels of a device, or None: see :func:`explain` for the reason."""
+    if os.environ.get("MXQUANT_KERNELS") == "reference":
+        return None
+    module = _load_backend(device_type)
+    return None if isinstance(module, str) else module
+
+
+def explain(
+    op: str,
+    scheme: QuantScheme,
+    shape: tuple[int, int],
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu",
+    rows: int = 1,
+) -> str:
+    """Which implementation serves a call, and why: a sentence for people.
+
+    ``op``: ``quantize``, ``dequantize`` or ``linear``; ``dtype``: of the weight, of the result or of
+    the activations, of which there are ``rows``.
+    """
+    device = torch.device(device)
+    if os.environ.get("MXQUANT_KERNELS") == "reference":
+        return f"{op}: reference, because MXQUANT_KERNELS=reference"
+    module = _load_backend(device.type)
+    if isinstance(module, str):
+        return f"{op}: reference, because {module}"
+    empty = torch.empty(0, device=device)
+    if op == "quantize":
+        reason = module.why_not_quantize(empty.new_empty(shape, dtype=dtype), scheme)
+    elif op == "dequantize":
+        reason = module.why_not_dequantize(empty, empty, shape, scheme, dtype)
+    elif op == "linear":
+        reason = module.why_not_linear(empty.new_empty(rows, shape[1], dtype=dtype), shape, scheme)
+    else:
+        raise ValueError(f"there is no operator {op!r}; choose from quantize, dequantize, linear")
+    return f"{op}: {module.__name__}" if reason is None else f"{op}: reference, because {reason}"
+
+
+@lru_cache(maxsize=16)
+def _load_backend(device_type: str) -> ModuleType | str:
+    """The backend's module, or why there is none."""
+    name = _BACKENDS.get(device_type)
+    if name is None:
+        return f"there are no kernels for {device_type}"
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith("mxquant.kernels"):
+            raise
+        return f"this mxquant has no kernels for {device_type}"
+    return module.unavailable() or module
+
+
+def _quantize_kernels(weight: torch.Tensor, scheme: QuantScheme) -> ModuleType | None:
+    module = backend(weight.device.type)
+    return module if module is not None and module.why_not_quantize(weight, scheme) is None else None
+
+
+use_kernels(_quantize_kernels)
+
+
 def exact_in(dtype: torch.dtype, scheme: QuantScheme) -> bool:
     """Whether every decoded weight of the scheme is a number of ``dtype``, so that a matrix
     product in ``dtype`` sees the weight unchanged.
@@ -71,7 +145,7 @@ def exact_in(dtype: torch.dtype, scheme: QuantScheme) -> bool:
     return dtype == torch.bfloat16 and not scheme.global_scale and (scale.exponent_only or bits <= 8)
 
 
-def _quantize_reference(weight, scheme, seed, name, global_scale):  # type: ignore[no-untyped-def]
+def _quantize(weight, scheme, seed, name, global_scale):  # type: ignore[no-untyped-def]
     q = quantize_tensor(weight, scheme_from_spec(scheme), seed=seed, name=name, global_scale=global_scale)
     made = q.global_scale
     return q.packed, q.scale, made if made is None or global_scale is None else made.clone()
@@ -84,10 +158,17 @@ def _quantize_fake(weight, scheme, seed, name, global_scale):  # type: ignore[no
     return packed, scale, weight.new_empty(1, dtype=torch.float32) if s.global_scale else None
 
 
-def _dequantize_reference(packed, scale, global_scale, shape, scheme, dtype):  # type: ignore[no-untyped-def]
-    s = scheme_from_spec(scheme)
-    check_parts(packed, scale, global_scale, tuple(shape), s)
-    return dequantize_parts(packed, scale, global_scale, tuple(shape), s, dtype)
+def _dequantize(packed, scale, global_scale, shape, scheme, dtype):  # type: ignore[no-untyped-def]
+    s, shape = scheme_from_spec(scheme), tuple(shape)
+    check_parts(packed, scale, global_scale, shape, s)
+    return _dense(packed, scale, global_scale, shape, s, dtype)
+
+
+def _dense(packed, scale, global_scale, shape, scheme, dtype):  # type: ignore[no-untyped-def]
+    module = backend(packed.device.type)
+    if module is not None and module.why_not_dequantize(packed, scale, shape, scheme, dtype) is None:
+        return module.dequantize(packed, scale, global_scale, shape, scheme, dtype)
+    return dequantize_parts(packed, scale, global_scale, shape, scheme, dtype)
 
 
 def _dequantize_fake(packed, scale, global_scale, shape, scheme, dtype):  # type: ignore[no-untyped-def]
@@ -95,13 +176,16 @@ def _dequantize_fake(packed, scale, global_scale, shape, scheme, dtype):  # type
     return packed.new_empty(shape, dtype=dtype)
 
 
-def _linear_reference(x, packed, scale, global_scale, bias, shape, scheme):  # type: ignore[no-untyped-def]
-    s = scheme_from_spec(scheme)
+def _linear(x, packed, scale, global_scale, bias, shape, scheme):  # type: ignore[no-untyped-def]
+    s, shape = scheme_from_spec(scheme), tuple(shape)
     _check_linear(x, packed, scale, global_scale, bias, shape, s)
+    module = backend(x.device.type)
+    if module is not None and module.why_not_linear(x, shape, s) is None:
+        return module.linear(x, packed, scale, global_scale, bias, shape, s)
     # A bias more precise than the activations stays so until the result is rounded.
     exact = exact_in(x.dtype, s) and (bias is None or bias.dtype == x.dtype)
     dtype = x.dtype if exact else torch.float32
-    weight = dequantize_parts(packed, scale, global_scale, tuple(shape), s, dtype)
+    weight = _dense(packed, scale, global_scale, shape, s, dtype)
     y = F.linear(x.to(dtype), weight, None if bias is None else bias.to(dtype))
     return y.to(x.dtype)
 
@@ -145,11 +229,11 @@ def _linear_backward(ctx, grad):  # type: ignore[no-untyped-def]
     return grad_x, None, None, None, grad_bias, None, None
 
 
-for _name, _reference, _fake in (
-    ("quantize", _quantize_reference, _quantize_fake),
-    ("dequantize", _dequantize_reference, _dequantize_fake),
-    ("linear", _linear_reference, _linear_fake),
+for _name, _function, _fake in (
+    ("quantize", _quantize, _quantize_fake),
+    ("dequantize", _dequantize, _dequantize_fake),
+    ("linear", _linear, _linear_fake),
 ):
-    _LIBRARY.impl(_name, _reference, "CompositeExplicitAutograd")
+    _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"mxquant::{_name}", _fake, lib=_LIBRARY)
 torch.library.register_autograd("mxquant::linear", _linear_backward, setup_context=_linear_setup, lib=_LIBRARY)

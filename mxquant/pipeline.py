@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+import mxquant.ops  # noqa: F401  (brings the kernels)
 from mxquant.checkpoint import compressed_tensors
 from mxquant.checkpoint.layout import INDEX_NAME, REPORT_NAME, OutputTensor
 from mxquant.checkpoint.reader import Checkpoint, resolve_source

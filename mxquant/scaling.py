@@ -47,8 +47,8 @@ _LARGEST_AMAX = _FP32_MAX * (1 - 2.0**-20)
 # Offsets in codes, tried in this order; the first of equals wins. The best scale maps a block's largest
 # element near 6 (offsets -1 to 1) or near 4 (3 to 6; fewer where scales are subnormal and so further
 # apart). On Gaussian, Laplace and real weights these leave at most 1 % more error than all codes.
-_SEARCH_CODES = (0, -1, 1, 2, 3, 4, 5, 6)
-_SEARCH_BINADES = (0, 1, -1, 2)
+SEARCH_CODES = (0, -1, 1, 2, 3, 4, 5, 6)
+SEARCH_BINADES = (0, 1, -1, 2)
 
 
 def global_scale_for(amax: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
@@ -82,7 +82,7 @@ def block_scales(
         largest = _largest_power_of_two(element, fmt)
         start = _power_of_two_codes(amax, element, fmt, "floor" if rule == "search" else rule, global_scale)
         if rule == "search":
-            candidates = [_shifted(start, offset, 0, largest) for offset in _SEARCH_BINADES]
+            candidates = [_shifted(start, offset, 0, largest) for offset in SEARCH_BINADES]
             start = _search(blocks, amax, scheme, global_scale, candidates)
         elif rule == "rceil":
             start = _smallest_unsaturated(start, amax, scheme, global_scale, largest)
@@ -95,7 +95,7 @@ def block_scales(
             candidates = [_shifted(codes, 0, 1, fmt.max_code) for codes in (start, four)]
             start = _search(blocks, amax, scheme, global_scale, candidates)
         elif rule == "search":
-            candidates = [_shifted(start, offset, 1, fmt.max_code) for offset in _SEARCH_CODES]
+            candidates = [_shifted(start, offset, 1, fmt.max_code) for offset in SEARCH_CODES]
             start = _search(blocks, amax, scheme, global_scale, candidates)
         if rule in ("absmax-nonzero", "four-over-six", "search"):
             start = torch.where(amax > 0, start.clamp(min=1), 0)

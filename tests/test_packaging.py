@@ -20,7 +20,9 @@ SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 FOLDERS: dict[str, str] = SETTINGS["tool"]["setuptools"]["package-dir"]
 DIST_INFO = f"mxquant-{mxquant.__version__}.dist-info/"
 # In our folders, but not part of the package.
-NOT_SHIPPED = (".md", ".txt", ".toml")
+NOT_SHIPPED = (".md", ".txt", ".toml", ".cpp", ".h")
+# Compiled by the build where there is a compiler, so no file of the repository.
+COMPILED = {"mxquant/kernels/cpu/_native.so"}
 
 pytestmark = pytest.mark.skipif(
     shutil.which("git") is None or not (ROOT / ".git").exists(), reason="the list of files comes from git"
@@ -48,7 +50,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy: what an earlier build left in the checkout would end up in the wheel."""
     folder = tmp_path_factory.mktemp("build")
     for name in repository_files():
-        if name.split("/")[0] in {*FOLDERS.values(), "pyproject.toml", "README.md", "LICENSE"}:
+        if name.split("/")[0] in {*FOLDERS.values(), "pyproject.toml", "setup.py", "README.md", "LICENSE"}:
             target = folder / "source" / name
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(ROOT / name, target)
@@ -94,7 +96,41 @@ def test_wheel_holds_the_files_of_the_repository_and_no_others(wheel):
     expected = expected_files()
     assert {"mxquant/cli/main.py", "mxquant/evals/__init__.py", "mxquant/bundled/model/config.json"} <= expected
     assert sorted(expected - names) == [], "missing: see packages and package-data in pyproject.toml"
-    assert sorted(names - expected) == []
+    assert sorted(names - expected - COMPILED) == []
+
+
+def test_wheel_holds_the_kernels_and_says_which_platform_they_are_for(wheel):
+    compiled = set(zipfile.ZipFile(wheel).namelist()) & COMPILED
+    if shutil.which("c++") is None:
+        assert not compiled
+        assert wheel.name.endswith("-py3-none-any.whl")
+    else:
+        assert compiled == COMPILED
+        assert "-py3-none-" in wheel.name
+        assert not wheel.name.endswith("-any.whl")
+
+
+def test_the_package_builds_and_works_without_a_compiler(tmp_path):
+    """Everything falls to the reference, and the package says so."""
+    for name in repository_files():
+        if name.split("/")[0] in {*FOLDERS.values(), "pyproject.toml", "setup.py", "README.md", "LICENSE"}:
+            target = tmp_path / "source" / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, target)
+    build = (sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path / "dist")
+    run(*build, tmp_path / "source", cwd=tmp_path, CXX="/nowhere/c++")
+    (wheel,) = (tmp_path / "dist").iterdir()
+    assert wheel.name.endswith("-py3-none-any.whl")
+    install = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target")
+    run(*install, tmp_path / "installed", wheel, cwd=tmp_path)
+    program = (
+        "import torch, mxquant, mxquant.ops\n"
+        "q = mxquant.quantize(torch.ones(4, 32), mxquant.QuantScheme())\n"
+        "print(mxquant.ops.explain('quantize', q.scheme, q.shape), q.dequantize().sum().item())"
+    )
+    said = run(sys.executable, "-c", program, cwd=tmp_path, PYTHONPATH=str(tmp_path / "installed"))
+    assert "reference, because _native.so was not built" in said
+    assert said.rstrip().endswith("128.0")
 
 
 def test_wheel_brings_one_import_package_only(wheel, installed):

@@ -27,7 +27,7 @@ LAYERS = (
     ("scaling", "qtensor"),
     ("methods",),
     ("ops",),
-    ("modules",),
+    ("kernels", "modules"),
     ("checkpoint",),
     ("output", "transformers"),
     ("plan",),
@@ -165,7 +165,7 @@ def test_imports_are_absolute():
 
 def test_mapped_folders_are_only_reachable_as_parts_of_mxquant():
     names = {folder.name for package, folder in package_folders().items() if package != folder.name}
-    assert names == {"cli", "evals"}
+    assert names == {"cli", "evals", "kernels"}
     assert not [str(i) for i in IMPORTS if i.name.split(".")[0] in {*names, "kernels"}]
 
 

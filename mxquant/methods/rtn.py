@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 
@@ -27,6 +28,20 @@ from mxquant.rng import derive_key, random_bits24
 from mxquant.scaling import block_scales, count_small_scales, global_scale_for
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _no_kernels(weight: torch.Tensor, scheme: QuantScheme) -> ModuleType | None:
+    return None
+
+
+# Finds the kernels that quantize a weight in place of what is below: set by :mod:`mxquant.ops`.
+_find_kernels: Callable[[torch.Tensor, QuantScheme], ModuleType | None] = _no_kernels
+
+
+def use_kernels(find: Callable[[torch.Tensor, QuantScheme], ModuleType | None]) -> None:
+    """Ask ``find`` for kernels from now on: a module with ``quantize`` and perhaps ``quantize_rows``."""
+    global _find_kernels
+    _find_kernels = find
 
 
 @dataclass
@@ -97,6 +112,12 @@ def quantize_tensor(
     elif scheme.global_scale:
         global_scale = global_scale_for(tensor_amax(weight), scheme)
     shape = (weight.shape[0], weight.shape[1])
+    kernels = _find_kernels(weight, scheme)
+    if kernels is not None:
+        made = kernels.quantize(weight, scheme, derive_key(seed, name), global_scale)
+        if made is None:
+            raise _first_non_finite(weight, name)
+        return QTensor(*made, global_scale, shape, scheme)
     packed = torch.empty(scheme.packed_shape(shape), dtype=torch.uint8, device=weight.device)
     scale = torch.empty(scheme.scale_shape(shape), dtype=scale_dtype(scheme.scale_format), device=weight.device)
     r = scheme.block_shape[0]
@@ -154,8 +175,13 @@ class RowQuantizer:
 
     def __call__(self, start: int) -> RowChunk:
         stop = min(start + self._step, self._weight.shape[0])
-        x = self._weight[start:stop].to(self._device).to(torch.float32).contiguous()
-        result = _quantize_rows(x, self._scheme, self._global_scale, self._key, start, self._with_stats)
+        x = self._weight[start:stop].to(self._device)
+        quantize_rows = getattr(_find_kernels(x, self._scheme), "quantize_rows", None)
+        if quantize_rows is not None:
+            result = quantize_rows(x, self._scheme, self._key, self._global_scale, start, self._with_stats)
+        else:
+            x = x.to(torch.float32).contiguous()
+            result = _quantize_rows(x, self._scheme, self._global_scale, self._key, start, self._with_stats)
         if result is None:
             raise _non_finite(x, start, self._name)
         return RowChunk(start, stop, *result)
@@ -248,6 +274,12 @@ def _stats(
         error=float(torch.dot(error, error)),
         signal=float(torch.dot(flat, flat)),
     )
+
+
+def _first_non_finite(weight: torch.Tensor, name: str) -> WeightError:
+    step = max(1, CHUNK_ELEMENTS // weight.shape[1])
+    chunks = ((row, weight[row : row + step]) for row in range(0, weight.shape[0], step))
+    return next(_non_finite(x, row, name) for row, x in chunks if not bool(x.isfinite().all()))
 
 
 def _non_finite(x: torch.Tensor, first_row: int, name: str) -> WeightError:

@@ -1,0 +1,1 @@
+"""How operators are made fast: kernels for CPUs and GPUs behind the operators of mxquant.ops."""

@@ -1,0 +1,51 @@
+// The kernels of one instruction level: compiled once for each, with MXQ_LEVEL naming it. All that is
+// included here has internal linkage, so that no function compiled for one level is used by another.
+#define AVX512_LEVEL 2
+#define AVX2_LEVEL 1
+#if MXQ_LEVEL == AVX512_LEVEL
+#define MXQ_HAS_FOLD
+#define MXQ_HAS_BF16
+#include "simd_avx512.h"
+#elif MXQ_LEVEL == AVX2_LEVEL
+#define MXQ_HAS_FOLD
+#include "simd_avx2.h"
+#else
+#include "simd_portable.h"
+#endif
+MXQ_EXPORT int mxq_scale_values(const mxq::ScaleFormat* f, float* values);
+#include "quantize.h"
+#include "dequantize.h"
+#include "linear.h"
+#if MXQ_LEVEL == AVX512_LEVEL
+#include "rows_avx512.h"
+#elif MXQ_LEVEL == AVX2_LEVEL
+#include "rows_avx2.h"
+#endif
+
+namespace mxq {
+namespace {
+
+int linear_all(const LinearJob* job) {
+#if MXQ_LEVEL == AVX512_LEVEL
+  if (job->dtype == BF16) return job->m <= kMostDirect ? direct(*job) : panels<Half>(*job);
+  if (job->m <= kFewSingles) return direct_singles(*job);
+#endif
+#if MXQ_LEVEL == AVX2_LEVEL
+  if (job->m <= kMaxDirectRows) return few_rows(*job);
+#endif
+  return panels<Single>(*job);
+}
+
+constexpr Kernels kKernels{quantize_part, dequantize_part, linear_all};
+
+}  // namespace
+
+#if MXQ_LEVEL == AVX512_LEVEL
+const Kernels& avx512_kernels() { return kKernels; }
+#elif MXQ_LEVEL == AVX2_LEVEL
+const Kernels& avx2_kernels() { return kKernels; }
+#else
+const Kernels& portable_kernels() { return kKernels; }
+#endif
+
+}  // namespace mxq

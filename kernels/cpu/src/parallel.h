@@ -1,0 +1,52 @@
+// Threads for a range of tasks, floating-point control, and scratch memory.
+#pragma once
+#include <cstdint>
+#include <cstdlib>
+#include <type_traits>
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
+namespace mxq {
+
+// Calls run(context, task) for every task in [0, tasks) on up to `threads` threads. Tasks are taken
+// in increasing order by whichever thread is free, so a core that is busy elsewhere holds nothing up.
+void parallel_tasks(int64_t tasks, int threads, void (*run)(void*, int64_t), void* context);
+
+template <class F>
+void parallel_for(int64_t tasks, int threads, F&& body) {
+  using Body = std::remove_reference_t<F>;
+  parallel_tasks(tasks, threads, [](void* context, int64_t task) { (*static_cast<Body*>(context))(task); }, &body);
+}
+
+// Default rounding and no flushing of subnormals while it lives, whatever torch.set_flush_denormal did.
+class FloatControl {
+ public:
+#if defined(__x86_64__)
+  FloatControl() : saved_(_mm_getcsr()) { _mm_setcsr(0x1F80); }
+  ~FloatControl() { _mm_setcsr(saved_); }
+
+ private:
+  unsigned saved_;
+#else
+  FloatControl() {}
+#endif
+};
+
+// Memory aligned to cache lines. Null if there is none left.
+class Scratch {
+ public:
+  explicit Scratch(int64_t bytes) : data_(std::aligned_alloc(64, (bytes + 127) / 64 * 64)) {}
+  ~Scratch() { std::free(data_); }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  template <class T>
+  T* as() const {
+    return static_cast<T*>(data_);
+  }
+
+ private:
+  void* data_;
+};
+
+}  // namespace mxq
