@@ -95,7 +95,7 @@ def explain(
     module = _load_backend(device.type)
     if isinstance(module, str):
         return f"{op}: reference, because {module}"
-    empty = torch.empty(0, device=device)
+    empty = torch.empty(0, device="meta")
     if op == "quantize":
         reason = module.why_not_quantize(empty.new_empty(shape, dtype=dtype), scheme)
     elif op == "dequantize":
