@@ -206,7 +206,8 @@ Licence: Apache-2.0. Made by `benchmarks/train_bundled_model.py` in mxquant's re
 The documentation topics and the docstrings of the standard library, as read by
 `mxquant.bundled.text` from Python {facts["python"]}: {facts["train_bytes"]:,} bytes
 ({facts["train_tokens"]:,} tokens) to train on. The held-out part, split off by document name, was
-used for nothing but the figures below (SHA-256 `{facts["heldout_sha256"]}`). No text is included.
+never trained on. No text is included. SHA-256 of the held-out text:
+`{facts["heldout_sha256"]}`.
 
 ## Training
 AdamW (betas 0.9, 0.95; gradients clipped at 1), linear warm-up and cosine decay, batches of packed
@@ -220,7 +221,7 @@ documents, matrix products in bf16, the rest in fp32.
 | | |
 |---|---|
 | tokens seen | {facts["tokens_seen"]:,} ({facts["epochs"]:.1f} epochs) |
-| training time | {facts["minutes"]:.1f} minutes, {args.threads} CPU threads |
+| training time | {facts["core_minutes"]:.0f} core-minutes on {args.threads} CPU threads |
 | final training loss | {facts["train_loss"]:.3f} nats per token |
 | held-out loss | {facts["heldout_loss"]:.3f} nats per token |
 | held-out perplexity | {facts["perplexity"]:.2f} per token, windows of {CONTEXT} |
@@ -256,9 +257,9 @@ def main() -> None:
     model = make_model(args, tokenizer)
     print(f"{model.num_parameters():,} parameters, {train_tokens:,} tokens to train on", flush=True)
 
-    start = time.perf_counter()
+    start = time.process_time()
     train_loss, speed = train(model, encoded, args)
-    minutes = (time.perf_counter() - start) / 60
+    core_minutes = (time.process_time() - start) / 60
     save(model, tokenizer, args.out)
 
     heldout = text.heldout_text()
@@ -271,7 +272,7 @@ def main() -> None:
         "train_tokens": train_tokens,
         "tokens_seen": seen,
         "epochs": seen / train_tokens,
-        "minutes": minutes,
+        "core_minutes": core_minutes,
         "train_loss": train_loss,
         "heldout_loss": loss,
         "perplexity": math.exp(loss),
