@@ -27,15 +27,15 @@ LEVELS = L.LEVELS[: L.LEVELS.index(L.best_level()) + 1]
 
 
 class Output:
-    """Memory of exactly ``size`` bytes at an odd address, with bytes around it that must not change."""
+    """Memory of ``size`` bytes, aligned to one item only, with bytes around it that must not change."""
 
     def __init__(self, size: int):
-        self.memory = torch.full((size + 2 * GUARD + 1,), 0xA5, dtype=torch.uint8)
-        self.pointer = self.memory.data_ptr() + GUARD + 1
-        self.end = GUARD + 1 + size
+        self.memory = torch.full((size + 2 * GUARD + 4,), 0xA5, dtype=torch.uint8)
+        self.pointer = self.memory.data_ptr() + GUARD + 4
+        self.end = GUARD + 4 + size
 
     def assert_untouched_around(self) -> None:
-        assert (self.memory[: GUARD + 1] == 0xA5).all()
+        assert (self.memory[: GUARD + 4] == 0xA5).all()
         assert (self.memory[self.end :] == 0xA5).all()
 
 
