@@ -221,13 +221,18 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     )
     return {
         **about,
-        "model": Path(args.model).resolve().name,
+        "model": model_name(Path(args.model).resolve()),
         "dtype": str(dense.model.dtype).removeprefix("torch."),
         "parameters": sum(linear.parameter.numel() for linear in baseline.linears),
         "text": {**text.to_dict(), "name": Path(text.name).name},
         "dense": figures_of(reference),
         "rules": [{**row, **figures_of(results[i])} for row, i in zip(rows, number, strict=True)],
     }
+
+
+def model_name(folder: Path) -> str:
+    """The folder's name, or that of its parent where the folder is just called ``model``."""
+    return folder.parent.name if folder.name == "model" else folder.name
 
 
 def figures_of(result: Perplexity) -> dict[str, Any]:

@@ -3,8 +3,9 @@
 
     python benchmarks/train_bundled_model.py --out mxquant/bundled/model
 
-takes about 25 minutes on two CPU cores. The result depends on the Python whose text is read, and
-in its last digits on the number of threads; the model card that is written along says which.
+takes about 16 core-minutes, so ten minutes or so on two idle cores (with others at work on them,
+OMP_WAIT_POLICY=passive helps a lot). The result depends on the Python whose text is read, and a
+little on the number of threads; the model card that is written along says which.
 """
 
 import argparse

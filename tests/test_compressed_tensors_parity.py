@@ -123,6 +123,24 @@ def test_nvfp4_bytes_equal_compressed_tensors_under_a_global_scale_of_a_larger_g
         assert torch.equal(ours.packed, theirs["weight_packed"])
 
 
+def test_nvfp4_scales_at_the_borders_of_rounding_equal_compressed_tensors():
+    """Blocks whose scale is within an ulp or two of a tie: there the order of the fp32 operations shows."""
+    e4m3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    ties = (e4m3[1:] + e4m3[:-1]) / 2
+    otherwise = 0
+    for g in torch.logspace(1, 5, 41).float():
+        nearest = (ties * 6 / g.double()).float().view(torch.int32)
+        amax = (nearest + torch.arange(-3, 4).view(-1, 1)).int().view(torch.float32).view(-1)
+        w = torch.zeros(len(amax), 16)
+        w[:, 5] = amax
+        theirs, ours = compress("nvfp4", w, g.view(1)), mxquant.quantize(w, NVFP4, global_scale=g.view(1))
+        assert torch.equal(stored_scale(ours.scale, NVFP4).view(torch.uint8), theirs["weight_scale"].view(torch.uint8))
+        assert torch.equal(ours.packed, theirs["weight_packed"])
+        other_order = (g * amax / 6).clamp(max=448).to(torch.float8_e4m3fn)
+        otherwise += int((other_order.float() != ours.scale.view(-1).float()).sum())
+    assert otherwise > 100
+
+
 def test_zero_blocks_are_stored_as_compressed_tensors_stores_them():
     w = torch.zeros(2, 64)
     w[1] = torch.linspace(-1, 1, 64)
