@@ -48,7 +48,7 @@ wheel: $(VENV)/.installed-test  ## build a wheel with the CPU kernels in dist/
 	$(VENV)/bin/python -m build --wheel
 
 sanitize: $(VENV)/.installed-test  ## run the tests of the CPU kernels under AddressSanitizer and UBSan
-	$(VENV)/bin/python benchmarks/sanitize_kernels.py
+	$(VENV)/bin/python tests/sanitize_kernels.py
 
 clean:  ## remove what building, testing and the demo left behind; the environment stays
 	rm -rf build dist out *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache

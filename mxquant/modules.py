@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-import mxquant.ops  # noqa: F401  (defines the operators that are called below)
+from mxquant import ops
 from mxquant.formats import QuantScheme
 from mxquant.numerics import scale_dtype
 from mxquant.qtensor import QTensor
@@ -48,8 +48,10 @@ class QuantLinear(nn.Module):
         self.register_buffer("weight_scale", empty(scheme.scale_shape(shape), dtype=kind, device=device))
         fp32 = empty(1, dtype=torch.float32, device=device) if scheme.global_scale else None
         self.register_buffer("weight_global_scale", fp32)
-        self.bias = nn.Parameter(empty(shape[0], dtype=dtype, device=device)) if bias else None
+        self.register_parameter("bias", nn.Parameter(empty(shape[0], dtype=dtype, device=device)) if bias else None)
         self._spec = scheme.spec
+        self._scale_dtype, self._shape = kind, (self.out_features, self.in_features)
+        self._sizes = (self._packed_shape[0] * self._packed_shape[1], self.weight_scale.numel())
 
     @classmethod
     def from_qtensor(cls, q: QTensor, bias: torch.Tensor | None = None) -> QuantLinear:
@@ -76,6 +78,14 @@ class QuantLinear(nn.Module):
         return self.qweight.dequantize(dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # Looking up a buffer as an attribute takes as long as a small kernel.
+        buffers, bias = self._buffers, self._parameters.get("bias")
+        kernels = ops.direct(x, bias)
+        if kernels is not None:
+            scheme, shape = self.scheme, self._shape
+            weight, scale, divisor = buffers["weight"], buffers["weight_scale"], buffers["weight_global_scale"]
+            if kernels.why_not_linear(x, shape, scheme) is None and self._fit(x, weight, scale, divisor, bias):
+                return kernels.linear(x, weight, scale, divisor, bias, shape, scheme)
         return torch.ops.mxquant.linear(
             x,
             self.packed,
@@ -84,6 +94,20 @@ class QuantLinear(nn.Module):
             self.bias,
             [self.out_features, self.in_features],
             self._spec,
+        )
+
+    def _fit(self, x, weight, scale, divisor, bias) -> bool:  # type: ignore[no-untyped-def]
+        """Whether a kernel may trust its arguments; if not, the operator says what is wrong with them."""
+        return (
+            x.shape[-1:] == self._shape[1:]
+            and weight.dtype is torch.uint8
+            and scale.dtype is self._scale_dtype
+            and weight.numel() == self._sizes[0]
+            and scale.numel() == self._sizes[1]
+            and weight.is_cpu
+            and scale.is_cpu
+            and (divisor is not None) == self.scheme.global_scale
+            and (bias is None or (bias.is_cpu and bias.numel() == self._shape[0]))
         )
 
     def extra_repr(self) -> str:

@@ -17,6 +17,7 @@ from types import ModuleType
 
 import torch
 import torch.nn.functional as F
+from torch import _C
 
 from mxquant.formats import ELEMENTS, QuantScheme, scheme_from_spec
 from mxquant.methods.rtn import quantize_tensor, use_kernels
@@ -73,6 +74,23 @@ def backend(device_type: str) -> ModuleType | None:
         return None
     module = _load_backend(device_type)
     return None if isinstance(module, str) else module
+
+
+def direct(x: torch.Tensor, bias: torch.Tensor | None) -> ModuleType | None:
+    """The module with the kernels for ``x``, where calling it without PyTorch's dispatcher changes nothing.
+
+    The dispatcher costs more than a small layer's work. It is needed for gradients, tracing,
+    compiling, ``torch.func`` and modes that watch operators; then this is None.
+    """
+    if torch.compiler.is_compiling() or type(x) is not torch.Tensor or not x.is_cpu:
+        return None
+    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+        return None
+    if _C._len_torch_dispatch_stack() or _C._is_torch_function_mode_enabled():
+        return None
+    if _C._functorch.peek_interpreter_stack() is not None or _C._get_tracing_state() is not None:
+        return None
+    return backend("cpu")
 
 
 def explain(

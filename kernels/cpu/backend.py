@@ -149,8 +149,8 @@ def linear(
     rows = x.contiguous()
     packed, scale = packed.contiguous(), scale.contiguous()
     if bias is not None:
-        bias = bias.detach().contiguous() if bias.dtype in L.DTYPES else bias.detach().to(torch.float32)
-    y = torch.empty((*x.shape[:-1], n), dtype=x.dtype)
+        bias = bias.contiguous() if bias.dtype in L.DTYPES else bias.to(torch.float32)
+    y = x.new_empty((*x.shape[:-1], n))
     block_rows, block_columns = scheme.block_shape
     job = L.LinearJob(
         rows.data_ptr(), y.data_ptr(), packed.data_ptr(), scale.data_ptr(),

@@ -63,7 +63,7 @@ def build(output: Path, work: Path, extra: list[str] | None = None) -> None:
     def compile_unit(unit: tuple[int, tuple[str, list[str]]]) -> str:
         number, (source, flags) = unit
         target = str(work / f"{number}.o")
-        _run([*command, *_FLAGS, *flags, "-c", str(SOURCES / source), "-o", target])
+        _run([*command, *_FLAGS, *(extra or []), *flags, "-c", str(SOURCES / source), "-o", target])
         return target
 
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:

@@ -1,6 +1,7 @@
 """The compiled library: finding it, its structures (see src/mxq.h) and its instruction level.
 
-``MXQUANT_CPU=avx512|avx2|portable`` forces a level, for tests and for comparing.
+``MXQUANT_CPU=avx512|avx2|portable`` forces a level, for tests and for comparing;
+``MXQUANT_CPU_LIBRARY`` names another library to load, such as one built with sanitizers.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 from mxquant.kernels.cpu.build import NAME
 
-PATH = Path(__file__).with_name(NAME)
+PATH = Path(os.environ.get("MXQUANT_CPU_LIBRARY") or Path(__file__).with_name(NAME))
 LEVELS = ("portable", "avx2", "avx512")
 OK, BAD_ARGUMENT, NOT_FINITE, NO_MEMORY, NO_SUCH_LEVEL = range(5)
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

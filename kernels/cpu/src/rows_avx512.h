@@ -63,6 +63,8 @@ void dot_rows(const LinearJob& job, const uint16_t* x, int64_t x_row, int64_t ro
   int64_t g = 0;
   for (; g + UNROLL <= steps; g += UNROLL) {
     for (int r = 0; r < R; r++) _mm_prefetch(reinterpret_cast<const char*>(p[r] + 16 * g + ahead), _MM_HINT_T0);
+    if (R > 1 && g % 16 == 0)
+      for (int r = 0; r < R; r++) _mm_prefetch(reinterpret_cast<const char*>(s[r] + (kStep * g >> shift) + R * blocks), _MM_HINT_T0);
     for (int u = 0; u < UNROLL; u++) step(g + u, u);
   }
   for (; g < steps; g++) step(g, 0);
