@@ -1,0 +1,80 @@
+"""Loading one tile of a packed weight and making numbers of it; shared by all products."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from mxquant.kernels.triton.decode import scaled_pair
+
+
+@triton.jit
+def weight_tile(
+    packed_ptr,
+    scale_ptr,
+    row,
+    k0,
+    N,
+    K,
+    row_bytes,
+    scale_columns,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    EXPONENT: tl.constexpr,
+    FP16: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
+    """Weights ``[row, k0 : k0 + TILE_K]`` as their low and high nibbles, each ``[TILE_N, TILE_K / 2]``.
+
+    ``row``: int64 ``[TILE_N]``; rows past N repeat the last one, for the caller to mask. Columns past
+    K are zero. ``k0`` is a multiple of TILE_K. Values are ``value * 2^-EXPONENT`` in fp32 (fp16 where
+    FP16).
+
+    Where blocks are a power of two long, each row loads one scale a block and spreads it in registers;
+    other lengths read one for every byte, or weight, through the cache.
+    """
+    HALF: tl.constexpr = TILE_K // 2
+    row = tl.minimum(row, N - 1)
+    column = k0 // 2 + tl.arange(0, HALF)
+    at = packed_ptr + row[:, None] * row_bytes + column[None, :]
+    if EVEN_K:
+        byte = tl.load(at).to(tl.int32)
+    else:
+        byte = tl.load(at, mask=(column < row_bytes)[None, :], other=0).to(tl.int32)
+    scale_row = scale_ptr + (row // BLOCK_ROWS) * scale_columns
+    if BLOCK_COLUMNS & (BLOCK_COLUMNS - 1) == 0:
+        SPAN: tl.constexpr = BLOCK_COLUMNS if BLOCK_COLUMNS < TILE_K else TILE_K
+        COUNT: tl.constexpr = TILE_K // SPAN
+        block = k0 // BLOCK_COLUMNS + tl.arange(0, COUNT)
+        at = scale_row[:, None] + block[None, :]
+        if EVEN_K:
+            code = tl.load(at).to(tl.int32)
+        else:
+            code = tl.load(at, mask=(block < scale_columns)[None, :], other=0).to(tl.int32)
+        byte = byte.reshape(TILE_N, COUNT, SPAN // 2)
+        low, high = scaled_pair(byte, code[:, :, None], LAYOUT, EXPONENT, FP16)
+        low = low.reshape(TILE_N, HALF)
+        high = high.reshape(TILE_N, HALF)
+    else:
+        inside = (column < row_bytes)[None, :]
+        code = tl.load(scale_row[:, None] + (2 * column // BLOCK_COLUMNS)[None, :], mask=inside, other=0)
+        low, high = scaled_pair(byte, code.to(tl.int32), LAYOUT, EXPONENT, FP16)
+        if BLOCK_COLUMNS % 2 == 1:  # the two weights of a byte may belong to two blocks
+            inside = (2 * column + 1 < K)[None, :]
+            code = tl.load(scale_row[:, None] + ((2 * column + 1) // BLOCK_COLUMNS)[None, :], mask=inside, other=0)
+            _, high = scaled_pair(byte, code.to(tl.int32), LAYOUT, EXPONENT, FP16)
+    return low, high
+
+
+@triton.jit
+def swizzled(program, rows, columns, GROUP: tl.constexpr):
+    """Program number -> tile (row, column), GROUP rows at a time, so that neighbours in time share
+    tiles in the L2 cache."""
+    per_group = GROUP * columns
+    first = program // per_group * GROUP
+    height = tl.minimum(rows - first, GROUP)
+    inside = program % per_group
+    return first + inside % height, inside // height
