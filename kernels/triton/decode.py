@@ -31,6 +31,10 @@ E8M0 = tl.constexpr(LAYOUTS["e8m0"])
 E4M3 = tl.constexpr(LAYOUTS["e4m3"])
 UE5M3 = tl.constexpr(LAYOUTS["ue5m3"])
 
+# Whether kernels run on CPU tensors in Triton's interpreter (TRITON_INTERPRET=1), which rounds to bf16
+# by cutting bits off and multiplies bf16 matrices wrongly: there products are done in fp32.
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
 _SIGN_AND_MAGNITUDE = tl.constexpr(0x81C00000 - (1 << 32))
 _TWO_126 = tl.constexpr(2.0**126)
 _E4M3_BIAS = tl.constexpr(2.0 ** (127 - SCALES["e4m3"].bias))
@@ -118,3 +122,13 @@ def scaled_pair(byte, code, LAYOUT: tl.constexpr, EXPONENT: tl.constexpr, FP16: 
         low = tiny_low(byte) * factor
         high = tiny_high(byte) * factor
     return low, high
+
+
+@triton.jit
+def rounded(value, dtype: tl.constexpr):
+    """fp32 to ``dtype``, to nearest even."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = value.to(tl.int32, bitcast=True)
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        value = tl.where(value == value, nearest, bits).to(tl.float32, bitcast=True)
+    return value.to(dtype)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from mxquant.formats import QuantScheme
-from mxquant.kernels.triton.decode import LAYOUTS, decode_scale, tiny_high, tiny_low
+from mxquant.kernels.triton.decode import LAYOUTS, decode_scale, rounded, tiny_high, tiny_low
 from mxquant.kernels.triton.launch import Launch
 
 _TWO_126 = tl.constexpr(2.0**126)
@@ -47,7 +47,7 @@ def dequantize_kernel(
     high = tiny_high(byte) * _TWO_126 * high_scale
 
     k = k0 + tl.arange(0, TILE_K)
-    value = tl.join(low, high).reshape(TILE_N, TILE_K).to(out_ptr.dtype.element_ty)
+    value = rounded(tl.join(low, high).reshape(TILE_N, TILE_K), out_ptr.dtype.element_ty)
     tl.store(out_ptr + row[:, None] * K + k[None, :], value, mask=(row < N)[:, None] & (k < K)[None, :])
 
 

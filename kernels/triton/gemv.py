@@ -1,0 +1,85 @@
+"""``y = x W^T`` for one row of x: each weight meets one activation, so ordinary fp32 arithmetic does it.
+
+The tensor core would do sixteen times the work for the same bytes; here a thread holds 16 bytes (32
+weights) of a row at a time, decodes them and multiplies them with activations that all rows of its
+tile share. Sums stay apart in registers until the end, where one reduction adds them up.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from mxquant.kernels.triton.decode import rounded
+from mxquant.kernels.triton.matmul import finish
+from mxquant.kernels.triton.tiles import weight_tile
+
+
+@triton.jit
+def gemv_kernel(
+    x_ptr,
+    packed_ptr,
+    scale_ptr,
+    global_ptr,
+    bias_ptr,
+    out_ptr,
+    N,
+    K,
+    row_bytes,
+    scale_columns,
+    steps,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    EXPONENT: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    """TILE_N outputs over ``steps`` steps of TILE_K.
+
+    x: ``[K]``. out: ``[N]`` in x's dtype or, if SPLIT, fp32 ``[splits, N]`` (program axis 1 is the part
+    of K), to be added up by ``reduce_kernel``.
+    """
+    HALF: tl.constexpr = TILE_K // 2
+    n = tl.program_id(0).to(tl.int64) * TILE_N + tl.arange(0, TILE_N)
+    part = tl.program_id(1)
+    acc = tl.zeros((TILE_N, HALF), tl.float32)
+    for step in range(part * steps, (part + 1) * steps):
+        k0 = step * TILE_K
+        low, high = weight_tile(
+            packed_ptr,
+            scale_ptr,
+            n,
+            k0,
+            N,
+            K,
+            row_bytes,
+            scale_columns,
+            BLOCK_ROWS,
+            BLOCK_COLUMNS,
+            LAYOUT,
+            EXPONENT,
+            False,
+            TILE_N,
+            TILE_K,
+            EVEN_K,
+        )
+        k = k0 + tl.arange(0, TILE_K)
+        if EVEN_K:
+            x = tl.load(x_ptr + k)
+        else:
+            x = tl.load(x_ptr + k, mask=k < K, other=0.0)
+        even, odd = x.to(tl.float32).reshape(HALF, 2).split()
+        acc += low * even[None, :]
+        acc += high * odd[None, :]
+
+    y = tl.sum(acc, 1)
+    if SPLIT:
+        tl.store(out_ptr + part.to(tl.int64) * N + n, y, mask=n < N)
+    else:
+        y = finish(y, global_ptr, EXPONENT)
+        if bias_ptr is not None:
+            y += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
+        tl.store(out_ptr + n, rounded(y, out_ptr.dtype.element_ty), mask=n < N)
