@@ -1,18 +1,31 @@
-"""The operators ``mxquant::quantize``, ``mxquant::dequantize`` and ``mxquant::linear``.
+"""The operators ``mxquant::quantize``, ``dequantize``, ``linear`` and its gradient ``linear_grad``.
 
 Each has a schema, a fake implementation (shapes only, for tracing) and a PyTorch reference that
 runs on any device. A scheme travels as the string ``QuantScheme.spec``.
+
+This is the only place that looks for a kernel: :func:`backend` finds the module for a device, which
+says of each call whether it serves it or, as a sentence, why not; then the reference does.
+``MXQUANT_KERNELS=reference`` forces the reference, ``MXQUANT_KERNELS=triton`` the Triton kernels (for
+CPU tensors in Triton's interpreter, ``TRITON_INTERPRET=1``).
 """
 
 from __future__ import annotations
+
+import importlib
+import os
+from functools import lru_cache
+from types import ModuleType
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from mxquant.formats import ELEMENTS, QuantScheme, scheme_from_spec
-from mxquant.methods.rtn import quantize_tensor
+from mxquant.methods.rtn import check_global_scale, check_weight, quantize_tensor, tensor_amax
 from mxquant.numerics import scale_dtype
 from mxquant.qtensor import QTensor, check_parts, dequantize_parts
+from mxquant.rng import derive_key
+from mxquant.scaling import global_scale_for
 
 _LIBRARY = torch.library.Library("mxquant", "DEF")
 _LIBRARY.define(
@@ -25,6 +38,63 @@ _LIBRARY.define(
     "linear(Tensor x, Tensor packed, Tensor scale, Tensor? global_scale, Tensor? bias, int[] shape, str scheme)"
     " -> Tensor"
 )
+_LIBRARY.define(
+    "linear_grad(Tensor grad, Tensor packed, Tensor scale, Tensor? global_scale, int[] shape, str scheme) -> Tensor"
+)
+
+# Device type -> the module with its kernels. Each has ``unavailable() -> str | None`` and for every
+# operator ``why_not_<operator>(...) -> str | None`` and ``<operator>(...)``.
+_BACKENDS = {"cpu": "mxquant.kernels.cpu.backend", "cuda": "mxquant.kernels.triton.backend"}
+
+
+class Served(NamedTuple):
+    """Who serves a call: ``"reference"`` or the name of a kernel package, and why."""
+
+    by: str
+    why: str
+
+
+def backend(device_type: str) -> ModuleType | None:
+    """The module with the kernels for tensors on ``device_type``; None if there is none to use."""
+    return _backend(device_type)[0]
+
+
+def _backend(device_type: str) -> tuple[ModuleType | None, str]:
+    forced = os.environ.get("MXQUANT_KERNELS", "")
+    if forced == "reference":
+        return None, "MXQUANT_KERNELS=reference"
+    if forced == "triton":
+        device_type = "cuda"
+    elif forced:
+        raise ValueError(f"MXQUANT_KERNELS={forced!r} is unknown; choose from reference, triton")
+    return _load_backend(device_type)
+
+
+@lru_cache(maxsize=8)
+def _load_backend(device_type: str) -> tuple[ModuleType | None, str]:
+    if device_type not in _BACKENDS:
+        return None, f"there are no kernels for {device_type} tensors"
+    try:
+        module = importlib.import_module(_BACKENDS[device_type])
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith("mxquant.kernels"):
+            raise
+        return None, f"{_BACKENDS[device_type]} is not installed"
+    reason = module.unavailable()
+    return (None, reason) if reason else (module, "")
+
+
+def explain(operator: str, *arguments, device_type: str) -> Served:  # type: ignore[no-untyped-def]
+    """Which implementation serves ``operator`` with these arguments of its ``why_not_`` function, and why.
+
+    >>> explain("linear", x, (14336, 4096), scheme, device_type="cuda")
+    """
+    kernels, reason = _backend(device_type)
+    if kernels is None:
+        return Served("reference", reason)
+    reason = getattr(kernels, f"why_not_{operator}")(*arguments)
+    name = kernels.__name__.split(".")[-2]
+    return Served("reference", reason) if reason else Served(name, kernels.describe(operator, *arguments))
 
 
 def quantize(
@@ -71,8 +141,25 @@ def exact_in(dtype: torch.dtype, scheme: QuantScheme) -> bool:
     return dtype == torch.bfloat16 and not scheme.global_scale and (scale.exponent_only or bits <= 8)
 
 
+def _quantize(weight, scheme, seed, name, global_scale):  # type: ignore[no-untyped-def]
+    s = scheme_from_spec(scheme)
+    check_weight(weight, name)
+    kernels = backend(weight.device.type)
+    if kernels is None or kernels.why_not_quantize(weight, s) is not None:
+        return _quantize_reference(weight, s, seed, name, global_scale)
+    amax = tensor_amax(weight)
+    if not bool(amax.isfinite()):
+        return _quantize_reference(weight, s, seed, name, global_scale)  # it says where
+    if global_scale is not None:
+        made = check_global_scale(global_scale, s, name).to(weight.device, copy=True)
+    else:
+        made = global_scale_for(amax, s) if s.global_scale else None
+    packed, scale = kernels.quantize(weight, s, derive_key(seed, name), made)
+    return packed, scale, made
+
+
 def _quantize_reference(weight, scheme, seed, name, global_scale):  # type: ignore[no-untyped-def]
-    q = quantize_tensor(weight, scheme_from_spec(scheme), seed=seed, name=name, global_scale=global_scale)
+    q = quantize_tensor(weight, scheme, seed=seed, name=name, global_scale=global_scale)
     made = q.global_scale
     return q.packed, q.scale, made if made is None or global_scale is None else made.clone()
 
@@ -84,24 +171,40 @@ def _quantize_fake(weight, scheme, seed, name, global_scale):  # type: ignore[no
     return packed, scale, weight.new_empty(1, dtype=torch.float32) if s.global_scale else None
 
 
-def _dequantize_reference(packed, scale, global_scale, shape, scheme, dtype):  # type: ignore[no-untyped-def]
-    return dequantize_parts(packed, scale, global_scale, tuple(shape), scheme_from_spec(scheme), dtype)
+def _dequantize(packed, scale, global_scale, shape, scheme, dtype):  # type: ignore[no-untyped-def]
+    s = scheme_from_spec(scheme)
+    check_parts(packed, scale, global_scale, tuple(shape), s)
+    kernels = backend(packed.device.type)
+    if kernels is not None and kernels.why_not_dequantize(packed, scale, tuple(shape), s, dtype) is None:
+        return kernels.dequantize(packed, scale, global_scale, tuple(shape), s, dtype)
+    return dequantize_parts(packed, scale, global_scale, tuple(shape), s, dtype)
 
 
 def _dequantize_fake(packed, scale, global_scale, shape, scheme, dtype):  # type: ignore[no-untyped-def]
+    check_parts(packed, scale, global_scale, tuple(shape), scheme_from_spec(scheme))
     return packed.new_empty(shape, dtype=dtype)
 
 
-def _linear_reference(x, packed, scale, global_scale, bias, shape, scheme):  # type: ignore[no-untyped-def]
+def _linear(x, packed, scale, global_scale, bias, shape, scheme):  # type: ignore[no-untyped-def]
     s = scheme_from_spec(scheme)
     _check_linear(x, packed, scale, global_scale, bias, shape, s)
-    dtype = x.dtype if exact_in(x.dtype, s) else torch.float32
+    kernels = backend(packed.device.type)
+    if kernels is not None and kernels.why_not_linear(x, tuple(shape), s) is None:
+        return kernels.linear(x, packed, scale, global_scale, bias, tuple(shape), s)
+    return _linear_reference(x, packed, scale, global_scale, bias, shape, s)
+
+
+def _linear_reference(x, packed, scale, global_scale, bias, shape, s):  # type: ignore[no-untyped-def]
+    # A bias more precise than the activations stays so until the result is rounded.
+    exact = exact_in(x.dtype, s) and (bias is None or bias.dtype == x.dtype)
+    dtype = x.dtype if exact else torch.float32
     weight = dequantize_parts(packed, scale, global_scale, tuple(shape), s, dtype)
     y = F.linear(x.to(dtype), weight, None if bias is None else bias.to(dtype))
     return y.to(x.dtype)
 
 
 def _linear_fake(x, packed, scale, global_scale, bias, shape, scheme):  # type: ignore[no-untyped-def]
+    _check_linear(x, packed, scale, global_scale, bias, shape, scheme_from_spec(scheme))
     return x.new_empty([*x.shape[:-1], shape[0]])
 
 
@@ -109,12 +212,37 @@ def _check_linear(x, packed, scale, global_scale, bias, shape, scheme):  # type:
     check_parts(packed, scale, global_scale, tuple(shape), scheme)
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise TypeError(f"activations must be fp32, bf16 or fp16, not {x.dtype}")
-    if x.shape[-1] != shape[1]:
+    if x.ndim == 0 or x.shape[-1] != shape[1]:
         raise ValueError(f"activations {list(x.shape)} do not fit a weight of {shape[1]} input features")
     if x.device != packed.device:
         raise ValueError(f"activations are on {x.device}, the weight on {packed.device}; move them to one device")
-    if bias is not None and tuple(bias.shape) != (shape[0],):
-        raise ValueError(f"bias must be [{shape[0]}], not {list(bias.shape)}")
+    if bias is not None:
+        if tuple(bias.shape) != (shape[0],):
+            raise ValueError(f"bias must be [{shape[0]}], not {list(bias.shape)}")
+        if bias.device != packed.device:
+            raise ValueError(f"bias is on {bias.device}, the weight on {packed.device}; move them to one device")
+
+
+def _linear_grad(grad, packed, scale, global_scale, shape, scheme):  # type: ignore[no-untyped-def]
+    s = scheme_from_spec(scheme)
+    _check_grad(grad, packed, scale, global_scale, shape, s)
+    kernels = backend(packed.device.type)
+    if kernels is not None and kernels.why_not_linear_grad(grad, tuple(shape), s) is None:
+        return kernels.linear_grad(grad, packed, scale, global_scale, tuple(shape), s)
+    dtype = grad.dtype if exact_in(grad.dtype, s) else torch.float32
+    weight = dequantize_parts(packed, scale, global_scale, tuple(shape), s, dtype)
+    return (grad.to(dtype) @ weight).to(grad.dtype)
+
+
+def _linear_grad_fake(grad, packed, scale, global_scale, shape, scheme):  # type: ignore[no-untyped-def]
+    _check_grad(grad, packed, scale, global_scale, shape, scheme_from_spec(scheme))
+    return grad.new_empty([*grad.shape[:-1], shape[1]])
+
+
+def _check_grad(grad, packed, scale, global_scale, shape, scheme):  # type: ignore[no-untyped-def]
+    check_parts(packed, scale, global_scale, tuple(shape), scheme)
+    if grad.shape[-1] != shape[0] or grad.device != packed.device:
+        raise ValueError(f"gradient {list(grad.shape)} on {grad.device} does not fit a weight {list(shape)}")
 
 
 def _linear_setup(ctx, inputs, output):  # type: ignore[no-untyped-def]
@@ -128,19 +256,18 @@ def _linear_backward(ctx, grad):  # type: ignore[no-untyped-def]
     shape, spec = ctx.weight
     grad_x = grad_bias = None
     if ctx.needs_input_grad[0]:
-        dtype = grad.dtype if exact_in(grad.dtype, scheme_from_spec(spec)) else torch.float32
-        weight = torch.ops.mxquant.dequantize(packed, scale, global_scale, shape, spec, dtype)
-        grad_x = (grad.to(dtype) @ weight).to(grad.dtype)
+        grad_x = torch.ops.mxquant.linear_grad(grad, packed, scale, global_scale, shape, spec)
     if ctx.bias_dtype is not None and ctx.needs_input_grad[4]:
         grad_bias = grad.reshape(-1, shape[0]).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
     return grad_x, None, None, None, grad_bias, None, None
 
 
-for _name, _reference, _fake in (
-    ("quantize", _quantize_reference, _quantize_fake),
-    ("dequantize", _dequantize_reference, _dequantize_fake),
-    ("linear", _linear_reference, _linear_fake),
+for _name, _function, _fake in (
+    ("quantize", _quantize, _quantize_fake),
+    ("dequantize", _dequantize, _dequantize_fake),
+    ("linear", _linear, _linear_fake),
+    ("linear_grad", _linear_grad, _linear_grad_fake),
 ):
-    _LIBRARY.impl(_name, _reference, "CompositeExplicitAutograd")
+    _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"mxquant::{_name}", _fake, lib=_LIBRARY)
 torch.library.register_autograd("mxquant::linear", _linear_backward, setup_context=_linear_setup, lib=_LIBRARY)

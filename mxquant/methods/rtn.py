@@ -93,7 +93,7 @@ def quantize_tensor(
     check_weight(weight, name)
     weight = weight.detach()
     if global_scale is not None:
-        global_scale = _check_global_scale(global_scale, scheme, name)
+        global_scale = check_global_scale(global_scale, scheme, name)
     elif scheme.global_scale:
         global_scale = global_scale_for(tensor_amax(weight), scheme)
     shape = (weight.shape[0], weight.shape[1])
@@ -176,7 +176,7 @@ def check_weight(weight: torch.Tensor, name: str) -> None:
         raise WeightError(f"{name}: cannot quantize {str(weight.dtype).removeprefix('torch.')} weights; need {names}")
 
 
-def _check_global_scale(global_scale: torch.Tensor, scheme: QuantScheme, name: str) -> torch.Tensor:
+def check_global_scale(global_scale: torch.Tensor, scheme: QuantScheme, name: str) -> torch.Tensor:
     if not scheme.global_scale:
         raise WeightError(f"{name}: {scheme.name} has no global scale, but one was given")
     one = global_scale.dtype == torch.float32 and global_scale.numel() == 1
