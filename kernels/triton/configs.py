@@ -21,27 +21,27 @@ class Config:
     m: int
     n: int
     k: int
-    warps: int
+    threads: int
     stages: int
     splits: int = 1
     group: int = 8
 
     @property
     def name(self) -> str:
-        return f"{self.m}x{self.n}x{self.k} w{self.warps} s{self.stages} split{self.splits}"
+        return f"{self.m}x{self.n}x{self.k} t{self.threads} s{self.stages} split{self.splits}"
 
 
 # GEMV: a warp covers 32 x 16 bytes = 1024 weights of a row, a thread 64 bytes of a tile, all of them
 # in flight at once. The narrower one is for short rows.
-_GEMV = (Config(1, 16, 1024, 4, 1), Config(1, 8, 1024, 4, 1), Config(1, 16, 512, 4, 1))
+_GEMV = (Config(1, 16, 1024, 128, 1), Config(1, 8, 1024, 128, 1), Config(1, 16, 512, 128, 1))
 # Skinny: bytes are what costs, so a deep tile along K and enough stages to keep loads in flight.
-_SKINNY = (Config(16, 64, 256, 4, 3), Config(16, 64, 128, 4, 4), Config(16, 128, 128, 4, 3))
+_SKINNY = (Config(16, 64, 256, 128, 3), Config(16, 64, 128, 128, 4), Config(16, 128, 128, 128, 3))
 # Between: the weight is still read once.
-_MIDDLE = (Config(64, 64, 128, 4, 3), Config(64, 128, 64, 4, 4))
+_MIDDLE = (Config(64, 64, 128, 128, 3), Config(64, 128, 64, 128, 4))
 # GEMM: decoding a weight is worth 128 or 256 multiplications with it.
-_LARGE = (Config(128, 128, 64, 8, 3), Config(256, 128, 64, 8, 3), Config(128, 128, 64, 4, 3))
+_LARGE = (Config(128, 128, 64, 256, 3), Config(256, 128, 64, 256, 3), Config(128, 128, 64, 128, 3))
 # fp32 and fp16 activations that are split into bf16 terms take more registers.
-_TERMS = (Config(64, 64, 64, 4, 3),)
+_TERMS = (Config(64, 64, 64, 128, 3),)
 
 
 def candidates(m: int, n: int, k: int, terms: int, multiprocessors: int = MULTIPROCESSORS) -> list[Config]:

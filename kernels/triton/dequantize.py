@@ -117,5 +117,5 @@ def plan(
             "TILE_N": tile_n,
             "TILE_K": tile_k,
         },
-        {"num_warps": 4},
+        128,
     )

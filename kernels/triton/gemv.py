@@ -12,7 +12,7 @@ import triton.language as tl
 
 from mxquant.kernels.triton.decode import rounded
 from mxquant.kernels.triton.matmul import finish
-from mxquant.kernels.triton.tiles import weight_tile
+from mxquant.kernels.triton.tiles import block_codes, weight_tile
 
 
 @triton.jit
@@ -45,19 +45,20 @@ def gemv_kernel(
     HALF: tl.constexpr = TILE_K // 2
     n = tl.program_id(0).to(tl.int64) * TILE_N + tl.arange(0, TILE_N)
     part = tl.program_id(1)
+    row = tl.minimum(n, N - 1)  # rows past the last one repeat it; nobody reads their results
+    packed_row = packed_ptr + row * row_bytes
+    scale_row = scale_ptr + (row // BLOCK_ROWS) * scale_columns
     acc = tl.zeros((TILE_N, HALF), tl.float32)
     for step in range(part * steps, (part + 1) * steps):
         k0 = step * TILE_K
+        code = block_codes(scale_row, k0, scale_columns, BLOCK_COLUMNS, TILE_K, not EVEN_K)
         low, high = weight_tile(
-            packed_ptr,
-            scale_ptr,
-            n,
+            packed_row,
+            scale_row,
+            code,
             k0,
-            N,
             K,
             row_bytes,
-            scale_columns,
-            BLOCK_ROWS,
             BLOCK_COLUMNS,
             LAYOUT,
             EXPONENT,

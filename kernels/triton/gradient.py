@@ -16,7 +16,7 @@ from mxquant.kernels.triton.decode import EXPONENTS, INTERPRETED, LAYOUTS, round
 from mxquant.kernels.triton.launch import Launch
 from mxquant.kernels.triton.linear import terms
 from mxquant.kernels.triton.matmul import finish, leading_bf16
-from mxquant.kernels.triton.tiles import swizzled, weight_tile
+from mxquant.kernels.triton.tiles import block_codes, swizzled, weight_tile
 
 
 @triton.jit
@@ -52,16 +52,17 @@ def gradient_kernel(
     acc = tl.zeros((TILE_M, TILE_K), tl.float32)
     for n0 in range(0, N, TILE_N):
         n = n0 + tl.arange(0, TILE_N)
+        row = tl.minimum(n, N - 1).to(tl.int64)
+        packed_row = packed_ptr + row * row_bytes
+        scale_row = scale_ptr + (row // BLOCK_ROWS) * scale_columns
+        code = block_codes(scale_row, k0, scale_columns, BLOCK_COLUMNS, TILE_K, not EVEN_K)
         low, high = weight_tile(
-            packed_ptr,
-            scale_ptr,
-            n.to(tl.int64),
+            packed_row,
+            scale_row,
+            code,
             k0,
-            N,
             K,
             row_bytes,
-            scale_columns,
-            BLOCK_ROWS,
             BLOCK_COLUMNS,
             LAYOUT,
             EXPONENT,
@@ -97,8 +98,8 @@ def _dot_exact(x, weight, acc, TERMS: tl.constexpr):
 def config(m: int, parts: int) -> Config:
     """The tile for ``m`` rows of gradient; ``n`` is the step along the sum, ``k`` the width of the tile."""
     if m <= 16:
-        return Config(16, 64, 64, 4, 3)
-    return Config(64, 32, 128, 4, 3) if parts > 1 else Config(128, 64, 128, 8, 3)
+        return Config(16, 64, 64, 128, 3)
+    return Config(64, 32, 128, 128, 3) if parts > 1 else Config(128, 64, 128, 256, 3)
 
 
 def plan(
@@ -141,5 +142,6 @@ def plan(
             "TILE_K": tile.k,
             "GROUP": tile.group,
         },
-        {"num_warps": tile.warps, "num_stages": tile.stages},
+        tile.threads,
+        {"num_stages": tile.stages},
     )

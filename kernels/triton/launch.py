@@ -19,8 +19,7 @@ _POINTERS = {
     torch.int64: "*i64",
     torch.float8_e4m3fn: "*fp8e4nv",
 }
-# Launch options that GPUs of one maker know and the other's compiler refuses.
-_NVIDIA_ONLY = ("maxnreg",)
+_LANES = 64 if torch.version.hip else 32
 
 
 @dataclass
@@ -28,19 +27,21 @@ class Launch:
     """``kernel[grid](**arguments, **constants, **options)``.
 
     ``arguments``: tensors, None (an absent tensor) and ints, by parameter name. ``constants``: the
-    ``tl.constexpr`` parameters. ``options``: ``num_warps``, ``num_stages``, ``enable_fp_fusion``.
+    ``tl.constexpr`` parameters. ``threads``: of one program, whatever the chip's warp. ``options``:
+    ``num_stages``, ``enable_fp_fusion``.
     """
 
     kernel: Any
     grid: tuple[int, ...]
     arguments: dict[str, Any]
     constants: dict[str, Any]
+    threads: int
     options: dict[str, Any] = field(default_factory=dict)
 
     def run(self) -> None:
         """Launch on the current stream of the arguments' device."""
         with self._device():
-            self.kernel[self.grid](**self.arguments, **self.constants, **self.options)
+            self.kernel[self.grid](**self.arguments, **self.constants, num_warps=self.threads // _LANES, **self.options)
 
     def compile(self, target: GPUTarget) -> Any:
         """The compiled kernel for a chip that need not be here; specialized as a launch would be."""
@@ -53,14 +54,14 @@ class Launch:
             if value is None or (isinstance(value, int) and value == 1):
                 signature[name], constants[name] = "constexpr", value
             elif isinstance(value, int):
-                signature[name] = "i32" if abs(value) < 1 << 31 else "i64"
+                signature[name] = "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
             else:
                 signature[name] = _POINTERS[value.dtype]
             # Torch allocates on 256 bytes or more; a launch checks the address it gets.
             if not isinstance(value, int | None) or (isinstance(value, int) and value % 16 == 0):
                 attributes[(index,)] = [["tt.divisibility", 16]]
         source = triton.compiler.ASTSource(self.kernel, signature, constants, attributes)
-        options = {k: v for k, v in self.options.items() if target.backend == "cuda" or k not in _NVIDIA_ONLY}
+        options = {"num_warps": self.threads // target.warp_size, **self.options}
         return triton.compile(source, target=target, options=options)
 
     def _device(self) -> contextlib.AbstractContextManager[Any]:

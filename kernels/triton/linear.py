@@ -67,14 +67,14 @@ def plan(
         "TILE_N": config.n,
         "TILE_K": config.k,
     }
-    options = {"num_warps": config.warps, "num_stages": config.stages}
+    how = config.threads, {"num_stages": config.stages}
     if config.m == 1:
         del arguments["M"], arguments["x_stride"]
-        launches = [Launch(gemv_kernel, (triton.cdiv(n, config.n), config.splits), arguments, constants, options)]
+        launches = [Launch(gemv_kernel, (triton.cdiv(n, config.n), config.splits), arguments, constants, *how)]
     else:
         tiles = triton.cdiv(m, config.m) * triton.cdiv(n, config.n)
         constants |= {"TERMS": parts, "TILE_M": config.m, "GROUP": config.group}
-        launches = [Launch(matmul_kernel, (tiles, config.splits), arguments, constants, options)]
+        launches = [Launch(matmul_kernel, (tiles, config.splits), arguments, constants, *how)]
     if split:
         launches.append(_reduce(target, global_scale, bias, out, exponent))
     return launches
@@ -97,5 +97,5 @@ def _reduce(
             "splits": parts.shape[0],
         },
         {"EXPONENT": exponent, "TILE": tile},
-        {"num_warps": 4},
+        128,
     )

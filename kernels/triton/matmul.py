@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from mxquant.kernels.triton.decode import INTERPRETED, power_of_two, rounded
-from mxquant.kernels.triton.tiles import swizzled, weight_tile
+from mxquant.kernels.triton.tiles import block_codes, swizzled, weight_tile
 
 
 @triton.jit
@@ -92,20 +92,22 @@ def matmul_kernel(
     part = tl.program_id(1)
     FP16: tl.constexpr = TERMS == 1 and x_ptr.dtype.element_ty == tl.float16
 
+    row = tl.minimum(n, N - 1)  # rows past the last one repeat it; nobody reads their results
+    packed_row = packed_ptr + row * row_bytes
+    scale_row = scale_ptr + (row // BLOCK_ROWS) * scale_columns
     x_row = x_ptr + tl.minimum(m, M - 1) * x_stride
     acc = tl.zeros((TILE_N, TILE_M), tl.float32)
+    code = block_codes(scale_row, part * steps * TILE_K, scale_columns, BLOCK_COLUMNS, TILE_K, True)
     for step in range(part * steps, (part + 1) * steps):
         k0 = step * TILE_K
+        following = block_codes(scale_row, k0 + TILE_K, scale_columns, BLOCK_COLUMNS, TILE_K, True)
         low, high = weight_tile(
-            packed_ptr,
-            scale_ptr,
-            n,
+            packed_row,
+            scale_row,
+            code,
             k0,
-            N,
             K,
             row_bytes,
-            scale_columns,
-            BLOCK_ROWS,
             BLOCK_COLUMNS,
             LAYOUT,
             EXPONENT,
@@ -121,6 +123,7 @@ def matmul_kernel(
         else:
             x = tl.load(x_row[:, None] + k[None, :], mask=(k < K)[None, :], other=0.0)
         acc = dot_exact(weight, x.trans(), acc, TERMS)
+        code = following
 
     inside = (m < M)[:, None] & (n < N)[None, :]
     out = out_ptr + m[:, None] * N + n[None, :]

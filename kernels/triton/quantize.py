@@ -152,7 +152,8 @@ def plan(
             "TILE_N": tile_n,
             "TILE_K": tile_k,
         },
-        {"num_warps": 4, "enable_fp_fusion": False},
+        128,
+        {"enable_fp_fusion": False},
     )
 
 

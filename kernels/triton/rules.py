@@ -163,8 +163,8 @@ def _raw_error(x, amax, code, global_ptr, LAYOUT: tl.constexpr):
 @triton.jit
 def _ordered_sum(x):
     """Sum of each row by halving: ``x[i] + x[i + n/2]``, the order of ``mxquant.blocks.ordered_sum``."""
-    BLOCKS: tl.constexpr = x.shape[0]
     if x.shape[1] == 1:
-        return x.reshape(BLOCKS)
-    halves = x.reshape(BLOCKS, 2, x.shape[1] // 2)
-    return _ordered_sum(tl.sum(halves, 1))
+        total = x.reshape(x.shape[0])
+    else:
+        total = _ordered_sum(tl.sum(x.reshape(x.shape[0], 2, x.shape[1] // 2), 1))
+    return total

@@ -9,16 +9,42 @@ from mxquant.kernels.triton.decode import scaled_pair
 
 
 @triton.jit
-def weight_tile(
-    packed_ptr,
-    scale_ptr,
-    row,
+def block_codes(
+    scale_row,
     k0,
-    N,
+    scale_columns,
+    BLOCK_COLUMNS: tl.constexpr,
+    TILE_K: tl.constexpr,
+    MASK: tl.constexpr,
+):
+    """int32 scale codes of the blocks in columns ``k0 : k0 + TILE_K``: ``[TILE_N, TILE_K / BLOCK_COLUMNS]``.
+
+    ``scale_row``: pointers ``[TILE_N]`` to the rows' scales. One load a block, where blocks are a power
+    of two long; for other lengths ``weight_tile`` reads the codes itself, and this answers a stub. Kept
+    apart from ``weight_tile`` so that a loop can load the next step's codes before it needs them: they are
+    too few bytes for the compiler's asynchronous copies.
+    """
+    if BLOCK_COLUMNS & (BLOCK_COLUMNS - 1) == 0:
+        SPAN: tl.constexpr = BLOCK_COLUMNS if BLOCK_COLUMNS < TILE_K else TILE_K
+        block = k0 // BLOCK_COLUMNS + tl.arange(0, TILE_K // SPAN)
+        at = scale_row[:, None] + block[None, :]
+        if MASK:
+            code = tl.load(at, mask=(block < scale_columns)[None, :], other=0).to(tl.int32)
+        else:
+            code = tl.load(at).to(tl.int32)
+    else:
+        code = tl.zeros((1, 1), tl.int32)
+    return code
+
+
+@triton.jit
+def weight_tile(
+    packed_row,
+    scale_row,
+    code,
+    k0,
     K,
     row_bytes,
-    scale_columns,
-    BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     LAYOUT: tl.constexpr,
     EXPONENT: tl.constexpr,
@@ -27,34 +53,22 @@ def weight_tile(
     TILE_K: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):
-    """Weights ``[row, k0 : k0 + TILE_K]`` as their low and high nibbles, each ``[TILE_N, TILE_K / 2]``.
+    """Weights in columns ``k0 : k0 + TILE_K`` as their low and high nibbles, each ``[TILE_N, TILE_K / 2]``.
 
-    ``row``: int64 ``[TILE_N]``; rows past N repeat the last one, for the caller to mask. Columns past
-    K are zero. ``k0`` is a multiple of TILE_K. Values are ``value * 2^-EXPONENT`` in fp32 (fp16 where
-    FP16).
-
-    Where blocks are a power of two long, each row loads one scale a block and spreads it in registers;
-    other lengths read one for every byte, or weight, through the cache.
+    ``packed_row``, ``scale_row``: pointers ``[TILE_N]`` to the rows; ``code``: what ``block_codes`` gave.
+    ``k0`` is a multiple of TILE_K; columns past K are zero. Values are ``value * 2^-EXPONENT`` in fp32
+    (fp16 where FP16).
     """
     HALF: tl.constexpr = TILE_K // 2
-    row = tl.minimum(row, N - 1)
     column = k0 // 2 + tl.arange(0, HALF)
-    at = packed_ptr + row[:, None] * row_bytes + column[None, :]
+    at = packed_row[:, None] + column[None, :]
     if EVEN_K:
         byte = tl.load(at).to(tl.int32)
     else:
         byte = tl.load(at, mask=(column < row_bytes)[None, :], other=0).to(tl.int32)
-    scale_row = scale_ptr + (row // BLOCK_ROWS) * scale_columns
     if BLOCK_COLUMNS & (BLOCK_COLUMNS - 1) == 0:
         SPAN: tl.constexpr = BLOCK_COLUMNS if BLOCK_COLUMNS < TILE_K else TILE_K
-        COUNT: tl.constexpr = TILE_K // SPAN
-        block = k0 // BLOCK_COLUMNS + tl.arange(0, COUNT)
-        at = scale_row[:, None] + block[None, :]
-        if EVEN_K:
-            code = tl.load(at).to(tl.int32)
-        else:
-            code = tl.load(at, mask=(block < scale_columns)[None, :], other=0).to(tl.int32)
-        byte = byte.reshape(TILE_N, COUNT, SPAN // 2)
+        byte = byte.reshape(TILE_N, TILE_K // SPAN, SPAN // 2)
         low, high = scaled_pair(byte, code[:, :, None], LAYOUT, EXPONENT, FP16)
         low = low.reshape(TILE_N, HALF)
         high = high.reshape(TILE_N, HALF)

@@ -34,7 +34,7 @@ def choose(
         config = _chosen.get(_key(x, n, scheme))
         if config is not None:
             # Measured for this class of shapes; how often K is cut follows from the shape itself.
-            return next(c for c in _list(x, n, scheme) if (c.m, c.n, c.k, c.warps, c.stages) == _tile(config))
+            return next(c for c in _list(x, n, scheme) if (c.m, c.n, c.k, c.threads, c.stages) == _tile(config))
         if os.environ.get("MXQUANT_AUTOTUNE") == "1" and x.is_cuda and not torch.cuda.is_current_stream_capturing():
             return tune(x, packed, scale, global_scale, bias, out, scheme)
     return candidates(m, n, k, terms(x.dtype, scheme), _multiprocessors(x.device))[0]
@@ -65,7 +65,7 @@ def _list(x: torch.Tensor, n: int, scheme: QuantScheme) -> list[Config]:
 
 
 def _tile(config: Config) -> tuple[int, ...]:
-    return config.m, config.n, config.k, config.warps, config.stages
+    return config.m, config.n, config.k, config.threads, config.stages
 
 
 def _key(x: torch.Tensor, n: int, scheme: QuantScheme) -> tuple[object, ...]:
