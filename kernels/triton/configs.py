@@ -41,6 +41,7 @@ _MIDDLE = (Config(64, 64, 128, 128, 3), Config(64, 128, 64, 128, 4))
 # GEMM: decoding a weight is worth 128 or 256 multiplications with it.
 _LARGE = (Config(128, 128, 64, 256, 3), Config(256, 128, 64, 256, 3), Config(128, 128, 64, 128, 3))
 # fp32 and fp16 activations that are split into bf16 terms take more registers.
+_SKINNY_TERMS = (Config(16, 64, 128, 128, 3),)
 _TERMS = (Config(64, 64, 64, 128, 3),)
 
 
@@ -49,7 +50,7 @@ def candidates(m: int, n: int, k: int, terms: int, multiprocessors: int = MULTIP
     if m == 1:
         found = _GEMV
     elif m <= 16:
-        found = _SKINNY
+        found = _SKINNY if terms == 1 else _SKINNY_TERMS
     elif terms > 1:
         found = _TERMS
     elif m <= 64:

@@ -72,6 +72,13 @@ def tiny_high(byte):
 
 
 @triton.jit
+def element_at(word, i: tl.constexpr):
+    """Nibble ``i`` of int32 words as fp32 elements."""
+    shift: tl.constexpr = 28 - 4 * i
+    return (((word << shift) >> 6) & _SIGN_AND_MAGNITUDE).to(tl.float32, bitcast=True) * _TWO_126
+
+
+@triton.jit
 def decode_scale(code, LAYOUT: tl.constexpr):
     """int32 scale codes -> fp32, exactly; codes without a value give NaN."""
     if LAYOUT == E8M0:

@@ -19,7 +19,6 @@ _POINTERS = {
     torch.int64: "*i64",
     torch.float8_e4m3fn: "*fp8e4nv",
 }
-_LANES = 64 if torch.version.hip else 32
 
 
 @dataclass
@@ -41,7 +40,7 @@ class Launch:
     def run(self) -> None:
         """Launch on the current stream of the arguments' device."""
         with self._device():
-            self.kernel[self.grid](**self.arguments, **self.constants, num_warps=self.threads // _LANES, **self.options)
+            self.kernel[self.grid](**self.arguments, **self.constants, **self._options(bool(torch.version.hip)))
 
     def compile(self, target: GPUTarget) -> Any:
         """The compiled kernel for a chip that need not be here; specialized as a launch would be."""
@@ -61,8 +60,13 @@ class Launch:
             if not isinstance(value, int | None) or (isinstance(value, int) and value % 16 == 0):
                 attributes[(index,)] = [["tt.divisibility", 16]]
         source = triton.compiler.ASTSource(self.kernel, signature, constants, attributes)
-        options = {"num_warps": self.threads // target.warp_size, **self.options}
-        return triton.compile(source, target=target, options=options)
+        return triton.compile(source, target=target, options=self._options(target.backend == "hip"))
+
+    def _options(self, amd: bool) -> dict[str, Any]:
+        options = {**self.options, "num_warps": self.threads // (64 if amd else 32)}
+        if amd and "num_stages" in options:
+            options["num_stages"] = min(options["num_stages"], 2)  # loads wait in registers there
+        return options
 
     def _device(self) -> contextlib.AbstractContextManager[Any]:
         # Triton launches on the current device, whatever its arguments' device is.

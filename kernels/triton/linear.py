@@ -8,7 +8,7 @@ import triton
 from mxquant.formats import QuantScheme
 from mxquant.kernels.triton.configs import Config
 from mxquant.kernels.triton.decode import EXPONENTS, LAYOUTS
-from mxquant.kernels.triton.gemv import gemv_kernel
+from mxquant.kernels.triton.gemv import gemv_kernel, gemv_words_kernel
 from mxquant.kernels.triton.launch import Launch
 from mxquant.kernels.triton.matmul import matmul_kernel, reduce_kernel
 
@@ -18,6 +18,12 @@ def terms(dtype: torch.dtype, scheme: QuantScheme) -> int:
     if dtype == torch.float32:
         return 3
     return 2 if dtype == torch.float16 and scheme.scale_format.exponent_only else 1
+
+
+def words(packed: torch.Tensor, scheme: QuantScheme) -> bool:
+    """Whether packed rows are 32-bit words with eight weights of one block each."""
+    c = scheme.block_shape[1]
+    return packed.shape[1] % 4 == 0 and packed.storage_offset() % 4 == 0 and c % 8 == 0 and c & (c - 1) == 0
 
 
 def plan(
@@ -70,7 +76,12 @@ def plan(
     how = config.threads, {"num_stages": config.stages}
     if config.m == 1:
         del arguments["M"], arguments["x_stride"]
-        launches = [Launch(gemv_kernel, (triton.cdiv(n, config.n), config.splits), arguments, constants, *how)]
+        kernel = gemv_kernel
+        if words(packed, scheme):
+            kernel, exponent = gemv_words_kernel, 0
+            arguments["packed_ptr"] = packed.view(torch.int32)
+            del constants["EXPONENT"]
+        launches = [Launch(kernel, (triton.cdiv(n, config.n), config.splits), arguments, constants, *how)]
     else:
         tiles = triton.cdiv(m, config.m) * triton.cdiv(n, config.n)
         constants |= {"TERMS": parts, "TILE_M": config.m, "GROUP": config.group}
