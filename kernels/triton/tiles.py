@@ -24,7 +24,7 @@ def block_codes(
     apart from ``weight_tile`` so that a loop can load the next step's codes before it needs them: they are
     too few bytes for the compiler's asynchronous copies.
     """
-    if BLOCK_COLUMNS & (BLOCK_COLUMNS - 1) == 0:
+    if BLOCK_COLUMNS > 1 and BLOCK_COLUMNS & (BLOCK_COLUMNS - 1) == 0:
         SPAN: tl.constexpr = BLOCK_COLUMNS if BLOCK_COLUMNS < TILE_K else TILE_K
         block = k0 // BLOCK_COLUMNS + tl.arange(0, TILE_K // SPAN)
         at = scale_row[:, None] + block[None, :]
@@ -66,7 +66,7 @@ def weight_tile(
         byte = tl.load(at).to(tl.int32)
     else:
         byte = tl.load(at, mask=(column < row_bytes)[None, :], other=0).to(tl.int32)
-    if BLOCK_COLUMNS & (BLOCK_COLUMNS - 1) == 0:
+    if BLOCK_COLUMNS > 1 and BLOCK_COLUMNS & (BLOCK_COLUMNS - 1) == 0:
         SPAN: tl.constexpr = BLOCK_COLUMNS if BLOCK_COLUMNS < TILE_K else TILE_K
         byte = byte.reshape(TILE_N, TILE_K // SPAN, SPAN // 2)
         low, high = scaled_pair(byte, code[:, :, None], LAYOUT, EXPONENT, FP16)
