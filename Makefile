@@ -4,41 +4,45 @@
 #   VENV         where the environment is                             (make test VENV=/tmp/venv)
 #   PIP_ARGS     more arguments for pip, e.g. another package index   (make test PIP_ARGS="--index-url URL")
 #   PYTEST_ARGS  more arguments for pytest                            (make test PYTEST_ARGS="-k packing -x")
+#   MODEL        folder of the model whose quantization is timed      (make bench MODEL=./model)
+#   PEERS        Python of an environment with the peers              (make bench PEERS=peers/bin/python)
 
 PYTHON ?= python3
 VENV ?= .venv
 PIP_ARGS ?=
 PYTEST_ARGS ?=
+MODEL ?= mxquant/bundled/model
+PEERS ?=
 
 # The oldest Python that pyproject.toml allows.
 CHECK_PYTHON = import sys; sys.exit("mxquant needs Python 3.11 or newer: make PYTHON=..." if sys.version_info < (3, 11) else 0)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format types bench clean distclean
+.PHONY: help demo test lint format bench clean distclean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' Makefile
 
 demo: $(VENV)/.installed-test  ## quantize the bundled model four ways, evaluate and compare
-	$(VENV)/bin/mxquant demo
+	$(VENV)/bin/mxquant demo --out out/demo
 
 test: $(VENV)/.installed-test  ## run the tests
 	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
 
-lint: $(VENV)/.installed-dev  ## check style
+lint: $(VENV)/.installed-dev  ## check style and type hints
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
 
 format: $(VENV)/.installed-dev  ## fix style where that can be done by a tool
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-types: $(VENV)/.installed-dev  ## check type hints
-	$(VENV)/bin/mypy
-
-bench: $(VENV)/.installed-test  ## run every benchmarks/bench_*.py
-	set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(VENV)/bin/python "$$script"; done
+bench: $(VENV)/.installed-test  ## measure speed and memory; results go to out/, see benchmarks/README.md
+	mkdir -p out
+	$(VENV)/bin/python benchmarks/quantize_vs_peers.py --model "$(MODEL)" $(if $(PEERS),--peers-python "$(PEERS)") --json out/quantize_vs_peers.json
+	$(VENV)/bin/python benchmarks/large_checkpoint_memory.py --billions 0.5 --shards 2 --json out/large_checkpoint_memory.json
 
 clean:  ## remove what building, testing and the demo left behind; the environment stays
 	rm -rf build dist out *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache

@@ -5,7 +5,9 @@
 
 Repeats are interleaved (each contender once, then all again), each in a fresh process of its own
 environment, so that whatever else the machine does hits all alike. Only the work is timed, not
-imports. ``--model`` is a folder of bf16 safetensors with ``*_proj`` linears, as Llama has.
+imports. The peers write NVFP4 with one scale a tensor, weights only (llm-compressor's NVFP4A16);
+"mxquant nvfp4 absmax" is the same format by the same rule. ``--model`` is a folder of bf16
+safetensors whose linears are called ``*_proj``, as in Llama.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ NVFP4 = {"preset": "nvfp4", "scale_rule": "absmax"}
 
 @dataclass
 class Contender:
-    """Something to time. ``measure(out)`` gives a result with ``seconds``, or raises ``Failed``."""
+    """Something to time. ``measure(out)`` gives a result with ``seconds``, or raises ``WorkerError``."""
 
     name: str
     measure: Callable[[Path], dict[str, Any]]
@@ -51,7 +53,7 @@ class Contender:
         return next((run for run in reversed(self.runs) if run is not None), {})
 
 
-class Failed(Exception):
+class WorkerError(Exception):
     """A worker that gave no result; the text says why."""
 
 
@@ -78,16 +80,17 @@ def contenders(args: argparse.Namespace) -> dict[str, Contender]:
 
     found = {
         "ours": Contender("mxquant ue5m3/16", ours(UE5M3)),
-        "ours-absmax": Contender("mxquant ue5m3/16 absmax", ours({**UE5M3, "scale_rule": "absmax"})),
-        "ours-nvfp4": Contender("mxquant nvfp4 absmax", ours(NVFP4)),
-        "ours-cast": Contender("mxquant nvfp4 absmax, in memory", ours(NVFP4, to_disk=False)),
-        "copy": Contender("plain copy of the folder", lambda out: copy(args.model, out)),
-    }
-    if args.peers_python:
-        found["llmcompressor"] = Contender(
+        "llmcompressor": Contender(
             "llm-compressor model_free_ptq NVFP4A16", peer("llmcompressor_ptq.py", to_disk=True)
-        )
-        found["torchao"] = Contender("torchao NVFP4 cast, in memory", peer("torchao_cast.py", to_disk=False))
+        ),
+        "ours-absmax": Contender("mxquant ue5m3/16 absmax", ours({**UE5M3, "scale_rule": "absmax"})),
+        "torchao": Contender("torchao NVFP4 cast, in memory", peer("torchao_cast.py", to_disk=False)),
+        "ours-nvfp4": Contender("mxquant nvfp4 absmax", ours(NVFP4)),
+        "copy": Contender("plain copy of the folder", lambda out: copy(args.model, out)),
+        "ours-cast": Contender("mxquant nvfp4 absmax, in memory", ours(NVFP4, to_disk=False)),
+    }
+    if not args.peers_python:
+        del found["llmcompressor"], found["torchao"]
     return found
 
 
@@ -98,16 +101,16 @@ def worker(python: str, script: str, args: argparse.Namespace, out: Path | None,
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=args.timeout)
     except subprocess.TimeoutExpired as error:
-        raise Failed(f"no result after {args.timeout:.0f} s") from error
+        raise WorkerError(f"no result after {args.timeout:.0f} s") from error
     except OSError as error:
-        raise Failed(f"cannot run {Path(python).name}: {error.strerror}") from error
+        raise WorkerError(f"cannot run {Path(python).name}: {error.strerror}") from error
     if done.returncode:
         lines = done.stderr.strip().splitlines()
-        raise Failed(lines[-1] if lines else f"exit code {done.returncode}")
+        raise WorkerError(lines[-1] if lines else f"exit code {done.returncode}")
     try:
         return json.loads(done.stdout.strip().splitlines()[-1])
     except (IndexError, ValueError) as error:
-        raise Failed(f"no result in its output: {done.stdout[-200:]!r}") from error
+        raise WorkerError(f"no result in its output: {done.stdout[-200:]!r}") from error
 
 
 def copy(source: Path, out: Path) -> dict[str, Any]:
@@ -125,7 +128,7 @@ def take_turns(entrants: list[Contender], repeats: int, folder: Path) -> None:
             try:
                 contender.runs.append(contender.measure(out))
                 note = f"{contender.runs[-1]['seconds']:.3f} s"
-            except Failed as failure:
+            except WorkerError as failure:
                 contender.runs.append(None)
                 contender.failures.append(str(failure))
                 note = f"FAILED: {failure}"
@@ -156,7 +159,7 @@ def speeds(contender: Contender, parameters: int, key: str = "seconds") -> dict[
 
 
 def ratio(fast: Contender, slow: Contender, key: str = "seconds") -> dict[str, float] | None:
-    """How many times as fast ``fast`` is, repeat by repeat: the two ran within a minute or so."""
+    """How many times as fast ``fast`` is, in each repeat: there the two ran within a minute or so."""
     pairs = zip(fast.times(key), slow.times(), strict=True)
     return summarize([None if a is None or b is None else b / a for a, b in pairs])
 
@@ -165,12 +168,13 @@ def evaluate(found: dict[str, Contender], parameters: int) -> dict[str, Any]:
     """Medians, ranges and ratios, as data."""
     rows = {}
     for key, contender in found.items():
-        quantized = contender.last.get("quantized_parameters")
+        quantized, in_memory = contender.last.get("quantized_parameters"), "in memory" in contender.name
         rows[key] = {
             "name": contender.name,
             "seconds": summarize(contender.times()),
             "work_seconds": summarize(contender.times("work_seconds")),
-            "parameters_per_second": speeds(contender, parameters) if "cast" not in contender.name else None,
+            "parameters_per_second": None if in_memory else speeds(contender, parameters),
+            "parameters_per_second_of_work": None if in_memory else speeds(contender, parameters, "work_seconds"),
             "quantized_parameters_per_second": speeds(contender, quantized) if quantized else None,
             "quantized_parameters": quantized,
             "quantized_tensors": contender.last.get("quantized_tensors"),
@@ -182,7 +186,10 @@ def evaluate(found: dict[str, Contender], parameters: int) -> dict[str, Any]:
         }
     pairs = [(ours, peer) for peer in ("llmcompressor", "torchao", "copy") for ours in found if ours.startswith("ours")]
     ratios = {
-        f"{ours} / {peer}": ratio(found[ours], found[peer])
+        f"{ours} / {peer}": {
+            "whole_call": ratio(found[ours], found[peer]),
+            "read_quantize_write": ratio(found[ours], found[peer], "work_seconds"),
+        }
         for ours, peer in pairs
         if peer in found and (ours != "ours-cast" or peer == "torchao")
     }
@@ -190,37 +197,39 @@ def evaluate(found: dict[str, Contender], parameters: int) -> dict[str, Any]:
 
 
 def print_results(result: dict[str, Any], found: dict[str, Contender]) -> None:
-    print(
-        f"\n{result['model']}: {result['parameters'] / 1e6:.1f} M parameters, {result['repeats']} interleaved repeats\n"
-    )
+    size = f"{result['parameters'] / 1e6:.1f} M parameters"
+    print(f"\n{result['model']}: {size}, {result['repeats']} interleaved repeats, median (min-max)\n")
     print_table(
-        ["contender", "seconds (min-max)", "M parameters/s", "M quantized/s", "tensors", "failed"],
+        ["contender", "seconds", "M param/s", "M param/s*", "M quantized/s", "tensors", "failed"],
         [speed_row(row, result["repeats"]) for row in result["contenders"].values()],
     )
-    print("\nTimes as fast, pair by pair; the same weights on both sides:")
+    print("\n* reading, quantizing and writing alone, without the plan.")
+    print("\nTimes as fast, repeat by repeat, the same weights on both sides:\n")
     rows = []
-    for pair, value in result["ratios"].items():
+    for pair, values in result["ratios"].items():
         ours, peer = pair.split(" / ")
-        text = "-" if value is None else f"{value['median']:.2f} ({value['min']:.2f}-{value['max']:.2f})"
-        rows.append([found[ours].name, found[peer].name, text])
-    print_table(["ours", "peer", "median (min-max)"], rows)
+        rows.append([f"{found[ours].name} / {found[peer].name}", *(spread(v, 1, 2) for v in values.values())])
+    print_table(["ours / peer", "whole call", "without the plan*"], rows)
     for row in result["contenders"].values():
         for failure in sorted(set(row["failures"])):
             print(f"\n{row['name']} failed: {failure}")
 
 
-def speed_row(row: dict[str, Any], repeats: int) -> list[str]:
-    def text(value: dict[str, float] | None, factor: float, digits: int) -> str:
-        if value is None:
-            return "-"
-        median, low, high = (f"{value[k] * factor:.{digits}f}" for k in ("median", "min", "max"))
-        return f"{median} ({low}-{high})"
+def spread(value: dict[str, float] | None, factor: float, digits: int) -> str:
+    """``median (min-max)``."""
+    if value is None:
+        return "-"
+    median, low, high = (f"{value[k] * factor:.{digits}f}" for k in ("median", "min", "max"))
+    return f"{median} ({low}-{high})"
 
+
+def speed_row(row: dict[str, Any], repeats: int) -> list[str]:
     return [
         row["name"],
-        text(row["seconds"], 1, 3),
-        text(row["parameters_per_second"], 1e-6, 1),
-        text(row["quantized_parameters_per_second"], 1e-6, 1),
+        spread(row["seconds"], 1, 3),
+        spread(row["parameters_per_second"], 1e-6, 1),
+        spread(row["parameters_per_second_of_work"], 1e-6, 1),
+        spread(row["quantized_parameters_per_second"], 1e-6, 1),
         str(row["quantized_tensors"] or "-"),
         f"{len(row['failures'])}/{repeats}",
     ]

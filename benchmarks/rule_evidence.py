@@ -166,8 +166,8 @@ def make_variants(dense: EvalModel, args: argparse.Namespace) -> tuple[Variant, 
     baseline = Variant("dense", dense.source, dense.model, dense.tokenizer, linears=linears)
     variants, rows = [], []
     for scheme in schemes(args.scales):
-        say(f"quantizing: {scheme.name}, {scheme.scale_rule}")
         packed, figures = quantize_all(linears, scheme, args.speed_repeats)
+        say(f"{scheme.name}, {scheme.scale_rule}: error {100 * figures['relative_error']:.2f} %")
         name = f"{scheme.name} {scheme.scale_rule}"
         variants.append(
             Variant(name, dense.source, dense.model, dense.tokenizer, scheme.name, linears=linears, packed=packed)
@@ -209,13 +209,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     baseline, variants, rows = make_variants(dense, args)
     different, number = without_copies(variants)
     say(f"evaluating {len(different)} different models and the dense one")
-    done, began = 0, time.monotonic()
-
-    def advance(windows: int) -> None:
-        nonlocal done
-        done += windows
-        say(f"{done} windows of all models, {time.monotonic() - began:.0f} s")
-
+    began = time.monotonic()
     reference, *results = evaluate(
         different,
         text,
@@ -223,7 +217,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         seq_len=args.seq_len,
         windows=args.windows,
         batch_size=args.batch_size,
-        advance=advance,
+        progress=lambda done, total: say(f"{done}/{total} windows, {time.monotonic() - began:.0f} s"),
     )
     return {
         **about,

@@ -38,10 +38,10 @@ def parse_args() -> argparse.Namespace:
     """The options; their defaults are the recipe of the shipped checkpoint."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder to write (overwritten)")
-    parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--batch", type=int, default=8, help=f"windows of {CONTEXT} tokens")
-    parser.add_argument("--lr", type=float, default=3e-3, help="peak, after the warm-up")
-    parser.add_argument("--warmup", type=int, default=150, help="steps")
+    parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--batch", type=int, default=2, help=f"windows of {CONTEXT} tokens")
+    parser.add_argument("--lr", type=float, default=2.5e-3, help="peak, after the warm-up")
+    parser.add_argument("--warmup", type=int, default=250, help="steps")
     parser.add_argument("--weight-decay", type=float, default=0.1)
     parser.add_argument("--vocab", type=int, default=2048)
     parser.add_argument("--hidden", type=int, default=160)
@@ -137,9 +137,7 @@ def batches(encoded: list[list[int]], batch: int, seed: int) -> Iterator[torch.T
                 yield windows[rows]
 
 
-def train(
-    model: LlamaForCausalLM, encoded: list[list[int]], args: argparse.Namespace
-) -> tuple[float, float]:
+def train(model: LlamaForCausalLM, encoded: list[list[int]], args: argparse.Namespace) -> tuple[float, float]:
     """Train in place. Returns the mean loss of the last 5 % of steps and the tokens per second."""
 
     def loss_of(ids: torch.Tensor) -> torch.Tensor:
@@ -233,8 +231,12 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
     """Write weights in bf16, config and tokenizer; file by file in place of any older ones."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
-        model.to(torch.bfloat16).save_pretrained(temporary)
+        model.bfloat16().save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
+        config = Path(temporary) / "tokenizer_config.json"
+        fields = json.loads(config.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+        del fields["backend"]  # the class goes by this name in transformers 4 and 5
+        config.write_text(json.dumps(fields, indent=2) + "\n")
         for path in Path(temporary).iterdir():
             path.chmod(0o644)
             os.replace(path, folder / path.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,9 @@ Examples:
 """
 
 # Wide enough for a line of every table where nobody's terminal sets the width.
-_PIPE_WIDTH = 132
+_PIPE_WIDTH = 160
+
+_SECONDS_BETWEEN_LINES = 10
 
 
 @click.command("eval", epilog=_EPILOG, context_settings={"max_content_width": 120})
@@ -78,15 +81,17 @@ def eval_command(models: tuple[str, ...], **options: Any) -> None:
     models are held in memory together, so that each of its logits is computed once.
     """
     _check(options)
-    sources, baseline = _find_models(models, options)  # before slow imports: paths are mistyped often
-    prepare_libraries()
-    from mxquant.errors import MXQuantError
-    from mxquant.evals.report import Report
-    from mxquant.evals.run import EvalSettings, run
+    # The slow imports come last: names are mistyped often.
     from mxquant.evals.text import load_text
 
     with console().status("reading the text"):
         text = None if options["no_perplexity"] else load_text(options["text"])
+    sources, baseline = _find_models(models, options)
+    prepare_libraries()
+    from mxquant.errors import MXQuantError
+    from mxquant.evals.report import Report
+    from mxquant.evals.run import EvalSettings, run
+
     tasks = _find_tasks(options)
     fields = {name: options[name] for name in EvalSettings.__dataclass_fields__}
     report = Report([], text)
@@ -105,10 +110,30 @@ def eval_command(models: tuple[str, ...], **options: Any) -> None:
 
 @contextlib.contextmanager
 def stage(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on standard error while ``what`` lasts; it pulses until a total is known."""
+    """Progress on standard error while ``what`` lasts: a bar, which pulses until a total is known.
+
+    Where nobody watches, in a log file, it is a line with an estimate every now and then.
+    """
+    if not sys.stderr.isatty():
+        yield _progress_lines(what)
+        return
     with progress() as display:
         bar = display.add_task(what, total=None)
         yield lambda done, total: display.update(bar, completed=done, total=total)
+
+
+def _progress_lines(what: str) -> Callable[[int, int], None]:
+    began = last = time.monotonic()
+
+    def report(done: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if done and now - last >= _SECONDS_BETWEEN_LINES:
+            last = now
+            left = (now - began) / done * (total - done)
+            click.echo(f"{what}: {done} of {total}, about {left:.0f} s left", err=True)
+
+    return report
 
 
 def publish(report: Report, options: dict[str, Any]) -> None:
@@ -118,7 +143,7 @@ def publish(report: Report, options: dict[str, Any]) -> None:
     if options["plot"] is not None:
         from mxquant.evals.plots import plot_comparison
 
-        plot_comparison(report.results, options["plot"])
+        plot_comparison(report.results, options["plot"], report.measured_on())
     if options["as_json"]:
         write_json(report.to_dict())
         return
@@ -133,7 +158,7 @@ def print_tables(report: Report) -> None:
     from rich.console import Console
 
     out = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
-    for table in report.tables():
+    for table in report.tables(out.width):
         out.print(table)
     if note := report.footnote():
         click.echo(note)
@@ -142,11 +167,9 @@ def print_tables(report: Report) -> None:
 def prepare_libraries() -> None:
     """Import the slow ones while something moves, and keep transformers' bars out of log files."""
     with console().status("starting"):
-        from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+        from mxquant.evals.models import quiet_transformers
 
-    set_verbosity_error()
-    if not sys.stderr.isatty():
-        disable_progress_bar()
+        quiet_transformers(progress_bars=sys.stderr.isatty())
 
 
 def _check(options: dict[str, Any]) -> None:
@@ -157,6 +180,8 @@ def _check(options: dict[str, Any]) -> None:
                 raise click.UsageError(f"--{name.replace('_', '-')} goes with --tasks")
         if options["no_perplexity"]:
             raise click.UsageError("--no-perplexity leaves nothing to do without --tasks")
+    if options["no_perplexity"] and options["plot"] is not None:
+        raise click.UsageError("--plot draws perplexity, which --no-perplexity leaves out")
     for name in ("output", "plot"):
         path = options[name]
         if path is not None and path.is_dir():

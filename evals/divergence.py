@@ -14,6 +14,9 @@ import torch
 
 CONFIDENCE = 0.95
 
+# exp of more overflows a float64.
+LARGEST_NLL = 700.0
+
 Interval = tuple[float, float]
 
 
@@ -92,7 +95,11 @@ def summarize(
     return Divergence(
         kl=kl.mean().item(),
         agreement=agreement.mean().item(),
-        ratio=math.exp(difference.mean().item()),
+        ratio=_exp(difference.mean().item()),
         kl_interval=mean_interval(kl),
-        ratio_interval=None if interval is None else (math.exp(interval[0]), math.exp(interval[1])),
+        ratio_interval=None if interval is None else (_exp(interval[0]), _exp(interval[1])),
     )
+
+
+def _exp(nats: float) -> float:
+    return math.exp(min(nats, LARGEST_NLL))

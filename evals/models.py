@@ -75,7 +75,8 @@ class EvalModel:
 @contextlib.contextmanager
 def _run_once(module: torch.nn.Module) -> Iterator[None]:
     """While this lasts, ``module`` computes its first call and answers all others with that."""
-    forward, kept = module.forward, []
+    forward = module.forward
+    kept: list[Any] = []
 
     def once(*args: Any, **kwargs: Any) -> Any:
         if not kept:
@@ -156,7 +157,8 @@ def _load_weights(found: Source, dtype: str, where: torch.device, options: dict[
     )
     # transformers only warns and fills them with random numbers; a perplexity of that is a wrong number.
     if missing := sorted(info["missing_keys"]):
-        raise CheckpointError(f"checkpoint {found.given} lacks {len(missing)} tensors, e.g. {missing[0]}")
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise CheckpointError(f"checkpoint {found.given} lacks tensor {missing[0]}{more}")
     return model
 
 
@@ -188,3 +190,12 @@ def _describe(model: torch.nn.Module, method: str | None) -> tuple[str, float | 
 def _weight_bytes(model: torch.nn.Module) -> int:
     tensors = [*model.parameters(), *model.buffers()]
     return sum({t.data_ptr(): t.numel() * t.element_size() for t in tensors if t.numel()}.values())
+
+
+def quiet_transformers(*, progress_bars: bool) -> None:
+    """Keep transformers' warnings, and unless ``progress_bars`` its bars, off standard error."""
+    from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+
+    set_verbosity_error()
+    if not progress_bars:
+        disable_progress_bar()

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from mxquant.errors import MXQuantError
-from mxquant.evals.divergence import Divergence, summarize, token_agreement, token_kl
+from mxquant.evals.divergence import LARGEST_NLL, Divergence, summarize, token_agreement, token_kl
 from mxquant.evals.models import EvalModel
+from mxquant.evals.sources import Source
 from mxquant.evals.text import EvalText
 from mxquant.evals.windows import bos_token, cut_windows, window_length
 
@@ -91,9 +92,13 @@ def evaluate(
     ``MXQuantError`` if that happens to the baseline, if a model's vocabulary or tokenizer is not
     the baseline's, or if the text is too short.
     """
+    if batch_size < 1:
+        raise MXQuantError(f"cannot evaluate batches of {batch_size} windows; use --batch-size 1 or more")
     everyone = list(models) if baseline is None else [baseline, *models]
     limits = {m.name: getattr(m.model.config.get_text_config(), "max_position_embeddings", None) for m in everyone}
     length = window_length(seq_len, limits)
+    if baseline is not None:
+        check_vocabularies(everyone)
     cut = [cut_windows(m.tokenizer, text, length, windows) for m in everyone]
     done, total = 0, sum(map(len, cut))
 
@@ -104,7 +109,7 @@ def evaluate(
             progress(done, total)
 
     if baseline is not None:
-        _check_comparable(everyone, cut)
+        _check_tokens(everyone, cut)
         tallies = _score(everyone, cut[0], batch_size, advance)
     else:
         tallies = [_score([m], w, batch_size, advance)[0] for m, w in zip(everyone, cut, strict=True)]
@@ -127,20 +132,28 @@ class _Tally:
     def result(self, baseline: _Tally, seq_len: int, bos: bool) -> Perplexity:
         nll = torch.cat(self.nll)
         divergence = None
+        if self.problem is None and nll.mean() > LARGEST_NLL:
+            self.problem = f"its mean NLL of {nll.mean():.0f} nats is too large for a perplexity"
         if self.compared and self.problem is None:
             divergence = summarize(torch.cat(baseline.nll), nll, torch.cat(self.kl), torch.cat(self.agreement))
         tokens = len(nll) * (seq_len - 1)
         return Perplexity(self.model.name, nll, tokens, seq_len, bos, self.seconds, divergence, self.problem)
 
 
-def _check_comparable(everyone: list[EvalModel], cut: list[torch.Tensor]) -> None:
+def check_vocabularies(everyone: Sequence[EvalModel | Source]) -> None:
+    """Raise ``MXQuantError`` unless all have as many tokens as the first one, the baseline."""
     baseline = everyone[0]
-    for model, windows in zip(everyone[1:], cut[1:], strict=True):
+    for model in everyone[1:]:
         if model.vocab_size != baseline.vocab_size:
             raise MXQuantError(
                 f"{model.name} has a vocabulary of {model.vocab_size} tokens and the baseline {baseline.name} "
                 f"one of {baseline.vocab_size}; a baseline must be the model that was quantized"
             )
+
+
+def _check_tokens(everyone: list[EvalModel], cut: list[torch.Tensor]) -> None:
+    baseline = everyone[0]
+    for model, windows in zip(everyone[1:], cut[1:], strict=True):
         if not torch.equal(windows, cut[0]):
             raise MXQuantError(
                 f"the tokenizer of {model.name} cuts the text differently from that of the baseline {baseline.name}; "

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mxquant.errors import MXQuantError
+from mxquant.evals.divergence import CONFIDENCE
 from mxquant.evals.report import ModelResult
 
 if TYPE_CHECKING:
@@ -33,11 +34,11 @@ def check_format(path: str | Path) -> None:
         raise MXQuantError(f"pictures are written as {', '.join(FORMATS)}, not as {Path(path).name!r}")
 
 
-def plot_comparison(results: Sequence[ModelResult], path: str | Path, title: str = "") -> None:
+def plot_comparison(results: Sequence[ModelResult], path: str | Path, caption: str = "") -> None:
     """One row a model, one panel a question: how much worse, how different, how large.
 
-    Whiskers are 95 % confidence, the dashed line is the baseline. Models without a perplexity are
-    named but have no mark. ``path`` ends in one of ``FORMATS``.
+    Bars are 95 % confidence, the dashed line is the baseline. Models without a perplexity are
+    named but have no mark. ``path`` ends in one of ``FORMATS``; ``caption`` goes below.
     """
     check_format(path)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -45,15 +46,17 @@ def plot_comparison(results: Sequence[ModelResult], path: str | Path, title: str
 
     panels = _panels(results)
     # A bare Figure has no global state, so that nothing changes for a caller who plots as well.
-    figure = Figure(figsize=(1.9 + 2.9 * len(panels), 1.5 + 0.5 * len(results)), layout="constrained")
+    figure = Figure(figsize=(1.9 + 2.9 * len(panels), 1.5 + 0.45 * len(results)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axis, panel in zip(axes, panels, strict=True):
         _draw(axis, panel, results)
     axes[0].set_yticks(range(len(results)), [_label(row) for row in results])
     axes[0].set_ylim(len(results) - 0.4, -0.6)
-    if title:
-        figure.suptitle(title, fontsize=11)
+    if any(_kl_interval(row) for row in results):
+        caption += f"\nBars: {CONFIDENCE:.0%} confidence over windows, those of perplexity paired with the baseline."
+    if caption:
+        figure.supxlabel(caption.strip(), fontsize=7, color="#555555", x=0.01, ha="left")
     figure.savefig(path, dpi=150)
 
 
@@ -90,7 +93,7 @@ def _draw(axis: Any, panel: _Panel, results: Sequence[ModelResult]) -> None:
     axis.grid(axis="x", color="#e6e6e6", linewidth=0.8)
     axis.set_axisbelow(True)
     axis.tick_params(labelsize=9, length=0)
-    axis.locator_params(axis="x", nbins=5)
+    axis.locator_params(axis="x", nbins=4)
     for side in ("top", "right", "left"):
         axis.spines[side].set_visible(False)
 
@@ -99,7 +102,7 @@ def _limits(low: float, high: float) -> tuple[float, float]:
     """From zero where the smallest value is near it, else with some room; space for numbers at the right."""
     start = 0.0 if low < 0.5 * high else low - 0.15 * (high - low)
     span = (high - start) or abs(high) or 1.0
-    return start - 0.04 * span, high + 0.28 * span
+    return start - 0.04 * span, high + 0.34 * span
 
 
 def _label(row: ModelResult) -> str:

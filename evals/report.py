@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
 
 # Raised when a key of the JSON changes its meaning or goes away; new keys may come at any time.
 SCHEMA_VERSION = 1
+
+# Columns of a terminal that take the whole table.
+_WIDE = 120
 
 
 @dataclass
@@ -96,28 +101,32 @@ class Report:
             "models": [row.to_dict() for row in self.results],
         }
 
-    def tables(self) -> list[Table]:
-        """Tables for a terminal: perplexity and sizes, then tasks."""
-        made = []
-        if any(row.perplexity for row in self.results):
-            made.append(_perplexity_table(self.results))
+    def tables(self, width: int) -> list[Table]:
+        """Tables for a terminal of ``width`` columns: sizes and perplexity, then tasks."""
+        made = _model_tables(self.results, width)
         if any(row.tasks for row in self.results):
             made.append(_task_table(self.results))
         return made
 
     def footnote(self) -> str:
-        """What the perplexity table was measured on, in a line or two."""
-        measured = next((row.perplexity for row in self.results if row.perplexity), None)
-        if measured is None or self.text is None:
-            return ""
-        note = f" ({self.text.note})" if self.text.note else ""
-        bos = ", each after a BOS token" if measured.bos else ""
-        lines = [
-            f"Text {self.text.name}{note}, sha256 {self.text.sha256[:16]}.",
-            f"{measured.windows} windows of {measured.seq_len} tokens{bos}: {measured.tokens} predicted tokens.",
-        ]
+        """What the reader of the tables must know, in a few lines."""
+        lines = [self.measured_on()]
         if any(row.perplexity and row.perplexity.divergence for row in self.results):
             lines.append("Ratio and KL are against the baseline; ± is 95 % confidence over (paired) windows.")
+        return "\n".join(line for line in lines if line)
+
+    def measured_on(self) -> str:
+        """The text and the windows, in a few lines; empty without a perplexity."""
+        measured = [row.perplexity for row in self.results if row.perplexity and not row.perplexity.problem]
+        if not measured or self.text is None:
+            return ""
+        note = f" ({self.text.note})" if self.text.note else ""
+        lines = [f"Text {self.text.name}{note}, sha256 {self.text.sha256[:16]}."]
+        for windows, seq_len, bos in dict.fromkeys((m.windows, m.seq_len, m.bos) for m in measured):
+            after = ", each after a BOS token" if bos else ""
+            lines.append(f"{windows} windows of {seq_len} tokens{after}: {windows * (seq_len - 1)} predicted tokens.")
+        if len(lines) > 2:
+            lines.append("The tokenizers differ, so these perplexities cannot be compared.")
         return "\n".join(lines)
 
 
@@ -134,64 +143,95 @@ def versions() -> dict[str, str | None]:
 
 def megabytes(count: int | None) -> str:
     """``123.4`` MB (10^6 bytes), or a dash."""
-    return "-" if count is None else f"{count / 1e6:,.1f}"
+    if count is None:
+        return "-"
+    return f"{count / 1e6:,.{2 if count < 1e7 else 1 if count < 1e9 else 0}f}"
 
 
-def _empty_table() -> Table:
+def _table(left: list[str], right: list[str]) -> Table:
     from rich import box
     from rich.table import Table
 
-    return Table(box=box.SIMPLE_HEAD, pad_edge=False)
-
-
-def _perplexity_table(results: list[ModelResult]) -> Table:
-    compared = any(row.perplexity and row.perplexity.divergence for row in results)
-    table = _empty_table()
-    table.add_column("model", overflow="fold", min_width=12)
-    table.add_column("weights", overflow="fold")
-    for title in ("bits", "disk MB", "RAM MB", "perplexity"):
-        table.add_column(title, justify="right")
-    for title in ("ratio", "KL, nats/token", "same top-1") if compared else ():
-        table.add_column(title, justify="right")
-    table.add_column("tokens/s", justify="right")
-    for row in results:
-        bits = "-" if row.bits_per_weight is None else f"{row.bits_per_weight:.3g}"
-        cells = [row.name, row.scheme, bits, megabytes(row.disk_bytes), megabytes(row.weight_bytes)]
-        table.add_row(*cells, *_measured_cells(row, compared))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for title in left:
+        table.add_column(title, overflow="fold", min_width=min(len(title), 12))
+    for title in right:
+        table.add_column(title, justify="right", overflow="fold")
     return table
 
 
-def _measured_cells(row: ModelResult, compared: bool) -> list[str]:
+def _model_tables(results: list[ModelResult], width: int) -> list[Table]:
+    """Sizes and quality beside each other, or below each other where the terminal is narrow."""
+    from rich.markup import escape
+
+    sizes = {"bits": _bits, "disk MB": lambda r: megabytes(r.disk_bytes), "RAM MB": lambda r: megabytes(r.weight_bytes)}
+    speed = {"tokens/s": _tokens_per_second}
+    quality: dict[str, Callable[[ModelResult], str]] = {"perplexity": _perplexity}
+    if any(row.perplexity and row.perplexity.divergence for row in results):
+        quality |= {"ratio": _ratio, "KL, nats": _kl, "same top-1": _agreement}
+    if not any(row.perplexity for row in results):
+        layout = [(["model", "weights"], sizes)]
+    elif width >= _WIDE:
+        layout = [(["model", "weights"], sizes | quality | speed)]
+    else:
+        layout = [(["model", "weights"], sizes | speed), (["model"], quality)]
+    tables = []
+    for left, right in layout:
+        table = _table(left, list(right))
+        for row in results:
+            names = [escape(row.name), escape(row.scheme)][: len(left)]
+            table.add_row(*names, *(cell(row) for cell in right.values()))
+        tables.append(table)
+    return tables
+
+
+def _bits(row: ModelResult) -> str:
+    return "-" if row.bits_per_weight is None else f"{row.bits_per_weight:.3g}"
+
+
+def _perplexity(row: ModelResult) -> str:
+    if row.perplexity is None:
+        return "-"
+    value = row.perplexity.perplexity
+    if value is None:
+        return "[red]none[/red]"
+    return f"{value:.4g}" if value < 1000 else f"{value:,.0f}"
+
+
+def _tokens_per_second(row: ModelResult) -> str:
     measured = row.perplexity
-    if measured is None or measured.perplexity is None:
-        return ["[red]not finite[/red]" if measured else "-", *(["-"] * (4 if compared else 1))]
-    cells = [f"{measured.perplexity:.4g}" if measured.perplexity < 1000 else f"{measured.perplexity:,.0f}"]
-    if compared:
-        divergence = measured.divergence
-        if divergence is None:
-            cells += ["baseline", "", ""]
-        else:
-            cells += [
-                with_error(divergence.ratio, divergence.ratio_interval),
-                with_error(divergence.kl, divergence.kl_interval),
-                f"{divergence.agreement:.1%}",
-            ]
-    return [*cells, f"{measured.tokens / max(measured.seconds, 1e-9):,.0f}"]
+    return "-" if measured is None or measured.problem else f"{measured.tokens / max(measured.seconds, 1e-9):,.0f}"
+
+
+def _ratio(row: ModelResult) -> str:
+    if row.is_baseline:
+        return "baseline"
+    found = row.perplexity.divergence if row.perplexity else None
+    return "-" if found is None else with_error(found.ratio, found.ratio_interval)
+
+
+def _kl(row: ModelResult) -> str:
+    found = row.perplexity.divergence if row.perplexity else None
+    return "-" if found is None else with_error(found.kl, found.kl_interval)
+
+
+def _agreement(row: ModelResult) -> str:
+    found = row.perplexity.divergence if row.perplexity else None
+    return "-" if found is None else f"{found.agreement:.1%}"
 
 
 def with_error(value: float, interval: Interval | None) -> str:
-    """``1.0412 ± 0.0021``: half the interval's width after the value."""
-    if interval is None:
-        return f"{value:.4f}"
-    return f"{value:.4f} ± {(interval[1] - interval[0]) / 2:.4f}"
+    """``1.0412 ± 0.0021``: half the interval's width, to two digits, after the value."""
+    error = 0.0 if interval is None else (interval[1] - interval[0]) / 2
+    digits = min(max(1 - math.floor(math.log10(error)), 0), 5) if error > 0 else 4
+    return f"{value:.{digits}f}" + ("" if interval is None else f" ± {error:.{digits}f}")
 
 
 def _task_table(results: list[ModelResult]) -> Table:
-    table = _empty_table()
-    table.add_column("task")
-    table.add_column("metric")
-    for row in results:
-        table.add_column(row.name + (" (baseline)" if row.is_baseline else ""), justify="right", overflow="fold")
+    from rich.markup import escape
+
+    names = [escape(row.name) + (" (baseline)" if row.is_baseline else "") for row in results]
+    table = _table(["task", "metric"], names)
     found = {(metric.task, metric.name): None for row in results for metric in row.tasks}
     by_row = [{(metric.task, metric.name): metric for metric in row.tasks} for row in results]
     for task, name in found:

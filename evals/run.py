@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from mxquant.evals.models import EvalModel, load_model
-from mxquant.evals.perplexity import evaluate
+from mxquant.evals.perplexity import check_vocabularies, evaluate
 from mxquant.evals.report import ModelResult, Report
 from mxquant.evals.sources import Source
 from mxquant.evals.windows import window_length
@@ -61,6 +61,8 @@ def run(
     are found, so that what took hours is still there if a later model raises ``MXQuantError``.
     """
     everyone = [*([] if baseline is None else [baseline]), *sources]
+    if baseline is not None:
+        check_vocabularies(everyone)
     # One window length for all, so that their perplexities can be compared.
     seq_len = window_length(settings.seq_len, {source.name: source.max_positions for source in everyone})
     report.settings = settings.to_dict() | {"seq_len": seq_len}

@@ -16,16 +16,20 @@ _WEIGHT_FILES = ("*.safetensors", "*.bin")
 
 @dataclass(frozen=True)
 class Source:
-    """A model that exists: ``given`` by the user, its ``config`` read, its weights not."""
+    """A model that exists: ``given`` by the user, its ``config`` read, its weights not.
+
+    ``folder`` is None for a hub id; ``label`` replaces the short name in tables.
+    """
 
     given: str
     folder: Path | None
     config: Any
+    label: str | None = None
 
     @property
     def name(self) -> str:
-        """A short name: the folder's, or the hub id."""
-        return self.folder.resolve().name if self.folder else self.given
+        """A short name: the label, the folder's name or the hub id."""
+        return self.label or (self.folder.resolve().name if self.folder else self.given)
 
     @property
     def quant_method(self) -> str | None:
@@ -42,7 +46,7 @@ class Source:
             from transformers.utils import cached_file
 
             with contextlib.suppress(Exception):  # only a figure in a table
-                folder = Path(cached_file(self.given, "config.json", local_files_only=True)).parent
+                folder = Path(str(cached_file(self.given, "config.json", local_files_only=True))).parent
         if folder is None:
             return None
         for pattern in _WEIGHT_FILES:
@@ -51,12 +55,17 @@ class Source:
         return None
 
     @property
+    def vocab_size(self) -> int | None:
+        """Number of logits a position gets."""
+        return getattr(self.config.get_text_config(), "vocab_size", None)
+
+    @property
     def max_positions(self) -> int | None:
         """The longest window the model was made for, in tokens; None where it has no limit."""
         return getattr(self.config.get_text_config(), "max_position_embeddings", None)
 
 
-def find_model(source: str | Path, *, trust_remote_code: bool = False) -> Source:
+def find_model(source: str | Path, *, label: str | None = None, trust_remote_code: bool = False) -> Source:
     """Read the config of a folder or hub id, without loading weights.
 
     Raises ``CheckpointError`` if there is no such model or it is of no known architecture.
@@ -81,7 +90,7 @@ def find_model(source: str | Path, *, trust_remote_code: bool = False) -> Source
             raise CheckpointError(f"cannot read the config of {given}: {first_line(error)}") from error
         why = "the hub does not have it, or not for you" if online else "no such folder, not cached, hub unreachable"
         raise CheckpointError(f"no such folder or hub id: {given} ({why})") from error
-    return Source(given, folder if is_folder else None, config)
+    return Source(given, folder if is_folder else None, config, label)
 
 
 def _may_be_hub_id(text: str) -> bool:

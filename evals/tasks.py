@@ -145,7 +145,8 @@ def _metrics(results: dict[str, Any]) -> list[Metric]:
 
 def _explain(name: str, error: BaseException) -> MXQuantError:
     offline = {"ConnectionError", "OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectError", "ProxyError"}
-    chain, cause = [], error
+    chain: list[BaseException] = []
+    cause: BaseException | None = error
     while cause is not None and cause not in chain:
         chain.append(cause)
         cause = cause.__cause__ or cause.__context__

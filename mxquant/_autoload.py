@@ -8,14 +8,15 @@ Nothing else is imported until then. ``MXQUANT_AUTOLOAD=0`` turns the hook off.
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
 import importlib.util
 import os
 import sys
 import warnings
-from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
 
 _TARGET = "transformers.quantizers.auto"
 
@@ -47,15 +48,15 @@ def _register() -> None:
         )
 
 
-class _Finder(importlib.abc.MetaPathFinder):
+class _Finder:
     """Finds the target like everyone else would, and adds a step after its execution."""
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name == _TARGET:
             self._retire()
             spec = importlib.util.find_spec(name)
             if spec is not None and spec.loader is not None:
-                spec.loader = _Loader(spec.loader)
+                spec.loader = _Loader(spec.loader)  # type: ignore[assignment]
             return spec
         if _is_imported():  # its import had begun when this hook was installed
             self._retire()
@@ -67,13 +68,13 @@ class _Finder(importlib.abc.MetaPathFinder):
             sys.meta_path.remove(self)
 
 
-class _Loader(importlib.abc.Loader):
+class _Loader:
     """Stands in for the target's loader until the target has been executed."""
 
     def __init__(self, inner: Any):
         self._inner = inner
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._inner.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:

@@ -24,6 +24,10 @@ class QuantLinear(nn.Module):
     start uninitialized.
     """
 
+    weight: torch.Tensor
+    weight_scale: torch.Tensor
+    weight_global_scale: torch.Tensor | None
+
     def __init__(
         self,
         shape: tuple[int, int],

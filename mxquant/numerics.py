@@ -179,4 +179,3 @@ def sign_bits(x: torch.Tensor, fmt: ElementFormat) -> torch.Tensor:
     """uint8 sign bit of fp32 ``x`` at its place in a code of this format; that of -0.0 is set."""
     shift = 32 - fmt.bits
     return (x.view(torch.int32) >> shift).to(torch.uint8) & (1 << (fmt.bits - 1))
-

@@ -41,9 +41,7 @@ def check_disk_space(folder: Path, needed: int) -> None:
         folder = folder.parent
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise CheckpointError(
-            f"{folder}: the output needs {needed / 1e9:.2f} GB, only {free / 1e9:.2f} GB are free"
-        )
+        raise CheckpointError(f"{folder}: the output needs {needed / 1e9:.2f} GB, only {free / 1e9:.2f} GB are free")
 
 
 @contextmanager

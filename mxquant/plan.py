@@ -153,7 +153,7 @@ def make_plan(
     missing tensors, rules that match nothing, layers left dense by accident.
     """
     check_not_quantized(checkpoint)
-    model = build_meta_model(_config(checkpoint, trust_remote_code), trust_remote_code=trust_remote_code)
+    model = build_meta_model(checkpoint.folder, trust_remote_code=trust_remote_code)
     parameters = {p.name: p for p in inventory(model)}
     mapper = NameMapper(model)
     tensors, problems = _decide(checkpoint, recipe, parameters, mapper)
@@ -177,8 +177,9 @@ def make_plan(
 def check_not_quantized(checkpoint: Checkpoint) -> None:
     """Raise ``CheckpointError`` if the source is quantized already."""
     config = checkpoint.config
-    text_config = config.get("text_config") if isinstance(config.get("text_config"), dict) else {}
-    found = config.get("quantization_config") or text_config.get("quantization_config")
+    nested = config.get("text_config")
+    nested = nested if isinstance(nested, dict) else {}
+    found = config.get("quantization_config") or nested.get("quantization_config")
     method = (found or {}).get("quant_method", "unknown method") if found else None
     if method is None and (checkpoint.folder / "hf_quant_config.json").exists():
         method = "modelopt"
@@ -187,19 +188,6 @@ def check_not_quantized(checkpoint: Checkpoint) -> None:
             f"{checkpoint.folder} is already quantized ({method}); start from the dense model, "
             "or make one with `mxquant dequantize`"
         )
-
-
-def _config(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError, ImportError, OSError) as error:
-        kind = checkpoint.config.get("model_type")
-        text = " ".join(str(error).split())[:200]
-        raise CheckpointError(
-            f"{checkpoint.folder}: model type {kind!r} is not known to transformers: {text}"
-        ) from error
 
 
 def _decide(

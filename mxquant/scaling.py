@@ -11,9 +11,8 @@ absmax-nonzero     as absmax, but a block that is not all zero gets at least the
 ceil               the smallest scale ``s`` with ``amax <= M * s/g``: nothing saturates
 four-over-six      the better, by squared error, of the scales that map amax to 6 and to 4
                    (arXiv 2512.02010); at least the smallest scale
-search             least squared error over the scales -1, 0, 1, 3, 4, 5 and 6 codes from absmax's,
-                   and 2 where that is subnormal (an idea of arXiv 2605.12464); at least the
-                   smallest scale
+search             least squared error over the scales from 1 code below absmax's to 6 above
+                   (an idea of arXiv 2605.12464); at least the smallest scale
 =================  =====================================================================
 
 Rules for power-of-two scales (e8m0), with ``E = floor(log2 M)``
@@ -34,7 +33,7 @@ finite in fp32, which matters above 2.5e38 only.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 
@@ -46,10 +45,9 @@ _FP32_MAX = torch.finfo(torch.float32).max
 # The reciprocal of numbers this large is rounded to 21 bits; the margin keeps decoded values finite.
 _LARGEST_AMAX = _FP32_MAX * (1 - 2.0**-20)
 # Offsets in codes, tried in this order; the first of equals wins. The best scale maps a block's largest
-# element near 6 (offsets -1 to 1) or near 4 (3 to 6), hardly ever between. On Gaussian, Laplace and real
-# weights in blocks of 8 to 32 these seven leave at most 1 % more error than all from -4 to 8. Codes of
-# subnormal scales are further apart than 1/8 of a binade: there 4 is often 2 codes away.
-_SEARCH_CODES = (0, -1, 1, 3, 4, 5, 6)
+# element near 6 (offsets -1 to 1) or near 4 (3 to 6; fewer where scales are subnormal and so further
+# apart). On Gaussian, Laplace and real weights these leave at most 1 % more error than all codes.
+_SEARCH_CODES = (0, -1, 1, 2, 3, 4, 5, 6)
 _SEARCH_BINADES = (0, 1, -1, 2)
 
 
@@ -77,14 +75,14 @@ def block_scales(
     ``blocks``: ``[row_blocks, r, column_blocks, c]`` from :func:`mxquant.blocks.split`; ``amax``:
     their maxima. 8-bit formats give uint8 codes, the study formats floats.
     """
-    element, fmt, rule = scheme.element_format, scheme.scale_format, scheme.scale_rule
+    element, fmt, rule = scheme.element_format, scheme.scale_format, str(scheme.scale_rule)
     if not fmt.coded:
         return _float_scales(amax, element, fmt, global_scale)
     if fmt.exponent_only:
         largest = _largest_power_of_two(element, fmt)
         start = _power_of_two_codes(amax, element, fmt, "floor" if rule == "search" else rule, global_scale)
         if rule == "search":
-            candidates = (_shifted(start, offset, 0, largest) for offset in _SEARCH_BINADES)
+            candidates = [_shifted(start, offset, 0, largest) for offset in _SEARCH_BINADES]
             start = _search(blocks, amax, scheme, global_scale, candidates)
         elif rule == "rceil":
             start = _smallest_unsaturated(start, amax, scheme, global_scale, largest)
@@ -94,13 +92,10 @@ def block_scales(
             start = _smallest_unsaturated(start, amax, scheme, global_scale, fmt.max_code)
         elif rule == "four-over-six":
             four = encode_scale(_quotient(amax, 4.0, global_scale), fmt)
-            candidates = (_shifted(codes, 0, 1, fmt.max_code) for codes in (start, four))
+            candidates = [_shifted(codes, 0, 1, fmt.max_code) for codes in (start, four)]
             start = _search(blocks, amax, scheme, global_scale, candidates)
         elif rule == "search":
             candidates = [_shifted(start, offset, 1, fmt.max_code) for offset in _SEARCH_CODES]
-            subnormal = start < 2**fmt.mantissa_bits
-            if bool((subnormal & (amax > 0)).any()):
-                candidates.append(torch.where(subnormal, _shifted(start, 2, 1, fmt.max_code), candidates[0]))
             start = _search(blocks, amax, scheme, global_scale, candidates)
         if rule in ("absmax-nonzero", "four-over-six", "search"):
             start = torch.where(amax > 0, start.clamp(min=1), 0)
@@ -186,13 +181,13 @@ def _search(
     amax: torch.Tensor,
     scheme: QuantScheme,
     global_scale: torch.Tensor | None,
-    candidates: Iterable[torch.Tensor],
+    candidates: Sequence[torch.Tensor],
 ) -> torch.Tensor:
     """The candidate codes with the least squared error in each block; the first of equals wins."""
     element, fmt = scheme.element_format, scheme.scale_format
     magnitudes = B.as_columns(blocks).abs()
     quotient = torch.empty_like(magnitudes)
-    best_codes = best_error = None
+    best_codes, best_error = candidates[0], torch.full_like(amax, torch.inf)
     for codes in candidates:
         scale = effective_scale(codes, fmt, global_scale)
         # A scale that a large global scale turned into zero would lose the block: error NaN, never better.
@@ -201,10 +196,7 @@ def _search(
         residual = nearest_values(quotient, element).sub_(quotient)
         # In units of amax nothing under- or overflows, whatever the size of the weights.
         error = B.ordered_sum(residual.mul_(residual)).view(amax.shape) * (scale / amax) ** 2
-        if best_codes is None:
-            best_codes, best_error = codes, torch.full_like(error, torch.inf)
         better = error < best_error
         best_codes = torch.where(better, codes, best_codes)
         best_error = torch.where(better, error, best_error)
-    assert best_codes is not None
     return best_codes

@@ -139,9 +139,7 @@ def test_scale_formats_have_the_published_limits(name, largest, smallest, normal
 
 
 def test_presets_are_the_standard_formats():
-    facts = {
-        n: (s.element, s.scale, s.block, s.global_scale, s.rounding) for n, s in PRESETS.items() if s.name == n
-    }
+    facts = {n: (s.element, s.scale, s.block, s.global_scale, s.rounding) for n, s in PRESETS.items() if s.name == n}
     assert facts == {
         "mxfp4": ("fp4_e2m1", "e8m0", 32, False, "nearest"),
         "nvfp4": ("fp4_e2m1", "e4m3", 16, True, "nearest"),

@@ -231,6 +231,14 @@ def test_dtype_is_that_of_everything_but_the_encodings(name, dtype, dense_models
     assert logits(model).isfinite().all()
 
 
+def test_layers_that_a_model_keeps_in_fp32_keep_their_encodings(llama, monkeypatch):
+    monkeypatch.setattr(LlamaForCausalLM, "_keep_in_fp32_modules_strict", {"down_proj", "norm"})
+    model = AutoModelForCausalLM.from_pretrained(llama.path, dtype=torch.bfloat16)
+    assert model.model.norm.weight.dtype == torch.float32
+    assert model.model.embed_tokens.weight.dtype == torch.bfloat16
+    assert same(encodings(model), encodings(AutoModelForCausalLM.from_pretrained(llama.path)))
+
+
 def test_casting_a_loaded_model_leaves_the_encodings(llama):
     model = AutoModelForCausalLM.from_pretrained(llama.path)
     before, expected = encodings(model), logits(model)
@@ -411,6 +419,18 @@ def test_on_the_fly_bytes_are_those_of_quantize(name, dtype, dense_models, tmp_p
     assert torch.equal(logits(again), logits(model))
 
 
+@pytest.mark.parametrize("name", ["qwen2", "gpt2"])
+@pytest.mark.parametrize("scheme", ["ue5m3", "nvfp4"])
+def test_on_the_fly_bytes_are_those_of_quantize_model(name, scheme, dense_models, tmp_path):
+    mxquant.quantize_model(dense_models[name], tmp_path / "q", SCHEMES[scheme])
+    config = mxquant.MXQuantConfig(**SCHEMES[scheme].to_dict())
+    model = AutoModelForCausalLM.from_pretrained(dense_models[name], quantization_config=config)
+    assert same(encodings(model), encodings(mxquant.load(tmp_path / "q")))
+    if scheme == "nvfp4" and name == "qwen2":
+        attention = model.model.layers[0].self_attn
+        assert attention.q_proj.weight_global_scale == attention.v_proj.weight_global_scale
+
+
 def test_on_the_fly_recipe_include_and_exclude(dense_models):
     recipe = {"q_proj|k_proj": "mxfp8", "layers\\.1\\.mlp": "dense"}
     config = mxquant.MXQuantConfig(recipe=recipe, preset="nvfp4", exclude=["o_proj"])
@@ -425,6 +445,24 @@ def test_on_the_fly_recipe_include_and_exclude(dense_models):
     config = mxquant.MXQuantConfig(block=(32, 32), include=["down_proj$", "lm_head"])
     model = AutoModelForCausalLM.from_pretrained(dense_models["llama"], quantization_config=config)
     assert set(quantized(model)) == {"model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj", "lm_head"}
+
+
+def test_on_the_fly_leaves_layers_that_are_more_than_linear(dense_models, monkeypatch):
+    class Gate(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).clamp(min=0)
+
+    build = LlamaForCausalLM.__init__
+
+    def with_gate(self, config):
+        build(self, config)
+        self.model.layers[0].mlp.gate_proj.__class__ = Gate
+
+    monkeypatch.setattr(LlamaForCausalLM, "__init__", with_gate)
+    with pytest.warns(UserWarning, match="1 layers stay dense.*layers.0.mlp.gate_proj"):
+        model = AutoModelForCausalLM.from_pretrained(dense_models["llama"], quantization_config=mxquant.MXQuantConfig())
+    assert len(quantized(model)) == 13
+    assert isinstance(model.model.layers[0].mlp.gate_proj, Gate)
 
 
 def test_on_the_fly_mistakes_are_named(dense_models):
@@ -473,10 +511,15 @@ def test_load_keeps_compressed_tensors_checkpoints_packed(preset, dense_models, 
     model.save_pretrained(tmp_path / "dense")
     written = write(tmp_path / "dense", tmp_path / "q", mxquant.QuantScheme.preset(preset))
     kind = "torch.float8_e4m3fn" if preset == "nvfp4" else "torch.uint8"
-    model = mxquant.load(compressed_tensors_copy(written, tmp_path / "ct", kind))
+    path = compressed_tensors_copy(written, tmp_path / "ct", kind)
+    model = mxquant.load(path)
     assert len(quantized(model)) == 14
     assert_like_oracle(model, written)
-    assert model.num_parameters() == sum(p.numel() for p in model.parameters())
+    # Plain transformers has compressed-tensors decompress the weights, at the first forward.
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    logits(plain)
+    for name, layer in quantized(model).items():
+        assert torch.equal(plain.get_submodule(name).weight, layer.dequantize(torch.bfloat16))
     model.save_pretrained(tmp_path / "again")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
     assert same(encodings(again), encodings(model))

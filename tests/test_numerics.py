@@ -240,7 +240,12 @@ def test_stochastic_rounding_takes_the_upper_neighbour_below_the_fraction_and_no
         x = torch.from_numpy((table[:-1] + (table[1:] - table[:-1]) * sixteenths / 16).astype(np.float32))
         lower = torch.arange(fmt.max_code, dtype=torch.float32)
         threshold = sixteenths << 20  # of 2^24
-        for bits, up in ((0, sixteenths > 0), (threshold - 1, sixteenths > 0), (threshold, False), ((1 << 24) - 1, False)):
+        for bits, up in (
+            (0, sixteenths > 0),
+            (threshold - 1, sixteenths > 0),
+            (threshold, False),
+            ((1 << 24) - 1, False),
+        ):
             if bits >= 0:
                 filled = torch.full((fmt.max_code,), bits, dtype=torch.int32)
                 assert torch.equal(round_magnitude_stochastic(x, fmt, filled), lower + up)
@@ -260,7 +265,7 @@ def test_stochastic_rounding_never_moves_values_of_the_grid_and_saturates(name, 
 @pytest.mark.parametrize("name", ELEMENTS)
 def test_stochastic_rounding_gives_one_of_the_two_neighbours(name):
     fmt = ELEMENTS[name]
-    x = hard_values(element_table(name).numpy(), seed=6)[:: 4]
+    x = hard_values(element_table(name).numpy(), seed=6)[::4]
     table = element_table(name).numpy()[: fmt.max_code + 1].astype(np.float64)
     bits = np.random.default_rng(7).integers(0, 1 << 24, len(x)).astype(np.int32)
     codes = round_magnitude_stochastic(torch.from_numpy(x), fmt, torch.from_numpy(bits)).numpy().astype(np.int64)

@@ -49,9 +49,9 @@ def weight(rows: int, columns: int, seed: int = 0, sigma: float = 0.02) -> torch
     """Gaussian with a few outliers, zeros of both signs and an all-zero stretch."""
     g = torch.Generator().manual_seed(seed)
     w = torch.randn(rows, columns, generator=g) * sigma
-    w.view(-1)[:: 97] *= 20
-    w.view(-1)[5:: 61] = 0.0
-    w.view(-1)[6:: 61] = -0.0
+    w.view(-1)[::97] *= 20
+    w.view(-1)[5::61] = 0.0
+    w.view(-1)[6::61] = -0.0
     w[rows // 2, : columns // 2] = 0.0
     return w
 
@@ -269,11 +269,18 @@ def test_partial_blocks_equal_blocks_padded_with_zeros():
 
 
 ANY_SCHEME = st.builds(
-    lambda pair, block, with_global, rounding, n: QuantScheme(
-        pair[0], pair[1], block, with_global, [r for r in SCALES[pair[1]].rules if r != "four-over-six"][n % 4], rounding
-    )
-    if SCALES[pair[1]].coded
-    else QuantScheme(pair[0], pair[1], block, with_global, None, rounding),
+    lambda pair, block, with_global, rounding, n: (
+        QuantScheme(
+            pair[0],
+            pair[1],
+            block,
+            with_global,
+            [r for r in SCALES[pair[1]].rules if r != "four-over-six"][n % 4],
+            rounding,
+        )
+        if SCALES[pair[1]].coded
+        else QuantScheme(pair[0], pair[1], block, with_global, None, rounding)
+    ),
     st.tuples(st.sampled_from(sorted(ELEMENTS)), st.sampled_from(sorted(SCALES))),
     st.one_of(st.integers(2, 40), st.tuples(st.integers(1, 9), st.integers(2, 9))),
     st.booleans(),
@@ -469,7 +476,7 @@ def test_statistics_equal_those_of_the_dequantized_weight():
 
 @pytest.mark.parametrize("element", ELEMENTS)
 def test_truncation_free_rules_saturate_nothing(element):
-    w = weight(300, 256, seed=12)
+    w = weight(120, 256, seed=12)
     for scale, rule, with_global in (
         ("e8m0", "ceil", False), ("e8m0", "rceil", False), ("e8m0", "rceil", True), ("e8m0", "ceil", True),
         ("ue5m3", "ceil", False), ("e4m3", "ceil", True), ("e4m3", "ceil", False),
@@ -477,10 +484,9 @@ def test_truncation_free_rules_saturate_nothing(element):
         scheme = QuantScheme(element, scale, 16, with_global, rule)
         q = mxquant.quantize(w, scheme)
         top = effective_scales(q).astype(np.float64) * ELEMENTS[element].max  # exact in float64
-        excess = np.abs(w.double().numpy()) / top - 1
         # A global scale is rounded, so the tensor's largest weight may pass the largest scale by that much.
         limit = np.repeat(q.scale.float().numpy() == SCALES[scale].max, 16, 1) * 2.0**-22
-        assert (excess <= limit).all()
+        assert (np.abs(w.double().numpy()) <= top * (1 + limit)).all()
 
 
 # Stochastic rounding

@@ -93,7 +93,9 @@ def test_elements_are_independent_of_their_neighbours(lag):
 
 
 @pytest.mark.parametrize(
-    "other", [derive_key(1, "weight"), derive_key(0, "weight2"), derive_key(0, "weight") ^ 1], ids=["seed", "name", "bit"]
+    "other",
+    [derive_key(1, "weight"), derive_key(0, "weight2"), derive_key(0, "weight") ^ 1],
+    ids=["seed", "name", "bit"],
 )
 def test_streams_of_two_keys_are_independent(other):
     a, b = bits(derive_key(0, "weight"), 0, 1 << 19), bits(other, 0, 1 << 19)

@@ -54,7 +54,9 @@ def e8m0_oracle(amax: np.ndarray, element: str, rule: str) -> np.ndarray:
         "rceil": lambda: smallest_power_above(fmt.max),
         "oas": lambda: smallest_power_above(fmt.max + (2.0**big / 2**fmt.mantissa_bits) / 2),
         # np.round ties to even; a mantissa rounded to 2 is the next binade.
-        "even": lambda: exponent - 1 - big + (np.round(fraction * 2 * 2**fmt.mantissa_bits) == 2 * 2**fmt.mantissa_bits),
+        "even": lambda: (
+            exponent - 1 - big + (np.round(fraction * 2 * 2**fmt.mantissa_bits) == 2 * 2**fmt.mantissa_bits)
+        ),
     }[rule]()
     # The largest scale whose product with the largest element is finite in fp32.
     largest = max(k for k in range(-127, 128) if fmt.max * 2.0**k <= FP32_MAX)
@@ -89,7 +91,9 @@ def test_the_float64_oracle_of_rceil_and_ceil_is_the_smallest_power_in_exact_fra
     amax = np.concatenate([positive_fp32(rng.integers(1, 0x7F000000, 300)), 6 * np.exp2(np.arange(-120.0, 120, 7))])
     for element, fmt in ELEMENTS.items():
         for rule, limit in (("rceil", Fraction(fmt.max)), ("ceil", Fraction(2) ** math.floor(math.log2(fmt.max)))):
-            for x, code in zip(amax.astype(np.float32), e8m0_oracle(amax.astype(np.float32), element, rule), strict=True):
+            for x, code in zip(
+                amax.astype(np.float32), e8m0_oracle(amax.astype(np.float32), element, rule), strict=True
+            ):
                 k = int(code) - 127
                 assert Fraction(float(x)) <= limit * Fraction(2) ** k
                 assert k == -127 or Fraction(float(x)) > limit * Fraction(2) ** (k - 1)
@@ -119,7 +123,7 @@ def maxima() -> np.ndarray:
     rng = np.random.default_rng(2)
     table = scale_table("ue5m3").numpy()[:255].astype(np.float64)
     marks = np.concatenate([table, (table[1:] + table[:-1]) / 2])
-    out = [np.zeros(1), positive_fp32(rng.integers(0, 0x7F800000, 50_000)), np.exp2(rng.uniform(-24, 22, 200_000))]
+    out = [np.zeros(1), positive_fp32(rng.integers(0, 0x7F800000, 50_000)), np.exp2(rng.uniform(-24, 22, 100_000))]
     for m in (4.0, 6.0, 7.5, 28.0, 448.0, 57344.0):
         x = (marks * m).astype(np.float32)
         out += [x, np.nextafter(x, np.float32(0)), np.nextafter(x, np.float32(np.inf))]
@@ -272,7 +276,7 @@ def test_searched_scales_are_the_best_of_their_documented_candidates(element, sc
         candidates = [start + offset for offset in (-1, 0, 1, 2)]
     elif rule == "search":
         start = rule_codes(amax, element, scale, "absmax", g)
-        candidates = [np.clip(start + offset, 1, fmt.max_code) for offset in (-1, 0, 1, 3, 4, 5, 6)]
+        candidates = [np.clip(start + offset, 1, fmt.max_code) for offset in range(-1, 7)]
     else:
         table = scale_table(scale).numpy()[: fmt.max_code + 1]
         factor = np.float32(1) if g is None else g.numpy()[0]
@@ -297,27 +301,25 @@ def test_searched_scales_are_the_best_of_their_documented_candidates(element, sc
 @pytest.mark.parametrize("with_global", [False, True])
 def test_search_errs_no_more_than_any_other_rule(scale, with_global):
     x = weights(seed=5)
-    others, codes = {}, {}
+    others = {}
     for rule in SCALES[scale].rules:
         scheme = QuantScheme("fp4_e2m1", scale, 16, with_global, rule)
         # One global scale for all, so that only the rule differs.
         g = torch.tensor([448 * 6 / float(x.abs().max())]) if with_global else None
-        codes[rule] = scales_of(x, scheme, g).numpy().astype(np.int64)
-        others[rule] = brute_force_errors(x, scheme, g)[np.arange(len(x)), codes[rule]]
+        codes = scales_of(x, scheme, g).numpy().astype(np.int64)
+        others[rule] = brute_force_errors(x, scheme, g)[np.arange(len(x)), codes]
     for rule, error in others.items():
-        # Below 8 (subnormal scales) the code that maps the maximum to 4 may lie between the candidates.
-        known = codes["absmax"] >= (8 if rule == "four-over-six" else 0)
-        assert known.sum() > 900
-        assert (others["search"] <= error * (1 + 1e-5))[known].all(), rule
+        assert (others["search"] <= error * (1 + 1e-5)).all(), rule
         assert others["search"].sum() <= error.sum(), rule
     assert others["four-over-six"].sum() < others["absmax-nonzero"].sum() <= others["absmax"].sum()
 
 
 @pytest.mark.parametrize("block", [8, 16, 32])
-@pytest.mark.parametrize(("scale", "rule"), [("ue5m3", "search"), ("e8m0", "search")])
-def test_search_comes_within_one_percent_of_the_best_of_all_codes(block, scale, rule):
-    x = torch.randn(4000, block, generator=torch.Generator().manual_seed(6)) * 0.02
-    scheme = QuantScheme("fp4_e2m1", scale, block, scale_rule=rule)
+@pytest.mark.parametrize("scale", ["ue5m3", "e8m0", "e4m3"])
+def test_search_comes_within_one_percent_of_the_best_of_all_codes(block, scale):
+    # With e4m3 the scales of most of these blocks are subnormal.
+    x = torch.randn(2500, block, generator=torch.Generator().manual_seed(6)) * 0.02
+    scheme = QuantScheme("fp4_e2m1", scale, block, scale_rule="search")
     errors = brute_force_errors(x, scheme, None)
     chosen = errors[np.arange(len(x)), scales_of(x, scheme).numpy().astype(np.int64)]
     assert chosen.sum() <= errors.min(1).sum() * 1.01
@@ -386,5 +388,3 @@ def test_searching_leaves_the_weights_alone_even_when_one_block_is_a_row(element
             before = x.clone()
             block_scales(blocks, B.amax(blocks), QuantScheme(element, scale, 16, scale_rule=rule), None)
             assert torch.equal(x, before)
-
-

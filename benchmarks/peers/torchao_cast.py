@@ -44,6 +44,7 @@ def cast(weight: torch.Tensor, with_tensor_scale: bool) -> NVFP4Tensor:
 def main() -> None:
     args = parse_args()
     weights = list(linear_weights(args.model))
+    cast(weights[0], not args.no_tensor_scale)  # warm up
     began = time.perf_counter()
     packed = [cast(weight, not args.no_tensor_scale) for weight in weights]
     seconds = time.perf_counter() - began

@@ -75,11 +75,8 @@ def block_codes(x, amax, global_ptr, LAYOUT: tl.constexpr, RULE: tl.constexpr, M
     elif RULE == SEARCH:
         best = _clamp(start, 1, MAX_CODE)
         error = _error(x, amax, best, global_ptr, LAYOUT)
-        for i in tl.static_range(7):
-            if i < 6:
-                code = _clamp(start + (-1 if i == 0 else (1 if i == 1 else i + 1)), 1, MAX_CODE)
-            else:  # codes of subnormal scales are further apart: there two more is worth a try
-                code = _clamp(tl.where(start < 8, start + 2, start), 1, MAX_CODE)
+        for i in tl.static_range(7):  # -1, then 1 to 6
+            code = _clamp(start + (-1 if i == 0 else i), 1, MAX_CODE)
             best, error = _better(x, amax, code, best, error, global_ptr, LAYOUT)
         start = best
     if RULE == NONZERO or RULE == FOUR_OVER_SIX or RULE == SEARCH:

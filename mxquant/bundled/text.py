@@ -80,16 +80,20 @@ def _sources(split: Split) -> Iterator[list[tuple[str, str]]]:
     for name in sorted(topics):
         if _split_of(f"topic:{name}") == split:
             yield [("", topics[name])]
+    # Name by name: a walk of the whole folder would enter `site-packages`.
+    for name in sorted(sys.stdlib_module_names):
+        if _split_of(_group(name)) == split:
+            yield from (_docstrings(module, path) for module, path in _modules(name))
+
+
+def _modules(name: str) -> Iterator[tuple[str, Path]]:
+    """(dotted name, source) of a top-level module, or of all the modules of a package."""
     root = Path(sysconfig.get_path("stdlib"))
-    paths = {path.relative_to(root).with_suffix("").parts: path for path in root.rglob("*.py")}
-    for parts, path in sorted(paths.items()):
-        if _is_wanted(parts) and _split_of(_group(parts[0])) == split:
-            yield _docstrings(".".join(parts).removesuffix(".__init__"), path)
-
-
-def _is_wanted(parts: tuple[str, ...]) -> bool:
-    """Whether a module, given as the parts of its path, is the standard library's own prose."""
-    return parts[0] in sys.stdlib_module_names and not _SKIPPED.intersection(parts)
+    paths = [root / f"{name}.py", *(root / name).rglob("*.py")]
+    modules = {path.relative_to(root).with_suffix("").parts: path for path in paths}
+    for parts, path in sorted(modules.items()):
+        if not _SKIPPED.intersection(parts) and path.is_file():
+            yield ".".join(parts).removesuffix(".__init__"), path
 
 
 def _group(package: str) -> str:

@@ -92,9 +92,9 @@ def parse_config(config: dict[str, Any]) -> QuantScheme:
     Raises ``CheckpointError`` for every other kind of compressed-tensors checkpoint.
     """
     groups = config.get("config_groups") or {}
-    names = {config.get("format")} | {g.get("format") for g in groups.values()} - {None}
+    names = {str(config.get("format"))} | {g["format"] for g in groups.values() if g.get("format")}
     names.discard("mixed-precision")
     if len(names) != 1 or names - set(_SCHEMES):
-        kinds = ", ".join(sorted(map(str, names)))
+        kinds = ", ".join(sorted(names))
         raise CheckpointError(f"compressed-tensors format {kinds} is not supported; only {', '.join(_SCHEMES)}")
     return _SCHEMES[names.pop()]

@@ -89,7 +89,7 @@ class ShardWriter:
         """Put the bytes of ``data`` at byte ``offset`` of tensor ``name``."""
         raw = data.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         self._file.seek(self._data_start + self._offsets[name] + offset)
-        self._file.write(memoryview(raw.numpy()))
+        self._file.write(raw.numpy().data)
         self._missing[name] -= raw.numel()
 
     def finish(self) -> None:

@@ -10,12 +10,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from mxquant.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # Projections that vLLM and SGLang fuse into one matrix, and so must share one global scale.
 _FUSED = (
@@ -56,29 +60,33 @@ class Parameter:
         return self.kind == "linear"
 
 
-def build_meta_model(config: Any, *, trust_remote_code: bool = False) -> nn.Module:
-    """The causal-LM model of a config, without memory for its weights.
+def build_meta_model(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The causal LM of a model folder, without memory for its weights.
 
-    Raises ``CheckpointError`` if transformers has no causal LM for it.
+    Raises ``CheckpointError`` if transformers does not know the model type or has no causal LM for it.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    names = ", ".join(getattr(config, "architectures", None) or [type(config).__name__])
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (ValueError, KeyError, ImportError, OSError) as error:
+        why = _line(error)
+        raise CheckpointError(f"{folder / 'config.json'} is not a model known to transformers: {why}") from error
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except (ValueError, KeyError, ImportError, AttributeError) as error:
-        raise CheckpointError(
-            f"architecture {names} is not a causal LM known to transformers: {_line(error)}"
-        ) from error
+        names = ", ".join(getattr(config, "architectures", None) or [type(config).__name__])
+        why = _line(error)
+        raise CheckpointError(f"architecture {names} is not a causal LM known to transformers: {why}") from error
     return model.eval()
 
 
-def inventory(model: nn.Module) -> list[Parameter]:
+def inventory(model: Any) -> list[Parameter]:
     """Every parameter of the model, in order, tied ones included."""
     from transformers.pytorch_utils import Conv1D
 
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head = model.get_output_embeddings()
     modules = dict(model.named_modules(remove_duplicate=False))
     tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
     found = []
@@ -89,14 +97,22 @@ def inventory(model: nn.Module) -> list[Parameter]:
             source = tied.get(name)
             reason = f"output head, tied to {source}" if source else "output head"
             found.append(Parameter(name, "output head", shape, tied_to=source, reason=reason))
-        elif is_weight and isinstance(module, nn.Linear):
-            found.append(Parameter(name, "linear", shape, tied_to=tied.get(name)))
-        elif is_weight and isinstance(module, Conv1D):
-            found.append(Parameter(name, "linear", shape[::-1], transposed=True))
+        elif is_weight and is_plain_linear(module):
+            transposed = isinstance(module, Conv1D)
+            matrix = shape[::-1] if transposed else shape
+            found.append(Parameter(name, "linear", matrix, transposed, tied_to=tied.get(name)))
         else:
             kind = _kind(module, leaf)
             found.append(Parameter(name, kind, shape, reason=kind))
     return found
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear map and nothing else: ``nn.Linear`` or GPT-2's ``Conv1D``, but no
+    subclass that computes more (some routers of experts)."""
+    from transformers.pytorch_utils import Conv1D
+
+    return type(module).forward in (nn.Linear.forward, Conv1D.forward)
 
 
 def _kind(module: nn.Module, leaf: str) -> str:
@@ -120,10 +136,6 @@ def fused_group(module: str) -> str | None:
     return None
 
 
-def name_mapper(model: nn.Module) -> NameMapper:
-    return NameMapper(model)
-
-
 class NameMapper:
     """Checkpoint tensor names -> parameter names of the running model.
 
@@ -131,7 +143,7 @@ class NameMapper:
     prefix added or dropped.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: Any):
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming
 

@@ -63,7 +63,7 @@ class MXQuantConfig(QuantizationConfigMixin):
         modules: list[dict[str, Any]] | None = None,
         compressed_tensors: dict[str, Any] | None = None,
     ):
-        self.quant_method = QUANT_METHOD
+        self.quant_method: Any = QUANT_METHOD
         self.element, self.scale, self.scale_rule, self.rounding = element, scale, scale_rule, rounding
         self.block = list(block) if isinstance(block, tuple) else block
         self.global_scale, self.preset, self.seed = global_scale, preset, seed

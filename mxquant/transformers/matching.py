@@ -19,7 +19,7 @@ from mxquant.errors import CheckpointError
 from mxquant.formats import QuantScheme
 from mxquant.modules import QuantLinear
 from mxquant.numerics import scale_dtype
-from mxquant.transformers.architectures import NameMapper
+from mxquant.transformers.architectures import NameMapper, is_plain_linear
 
 # Tensor name -> safetensors dtype name and shape.
 Headers = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -84,8 +84,10 @@ def replace_modules(model: nn.Module, entries: Mapping[str, ModuleEntry]) -> Non
     Raises ``CheckpointError`` for modules that compute something else than a linear map.
     """
     for name, entry in entries.items():
-        old = model.get_submodule(name)
-        check_linear(model, name, old)
+        old: Any = model.get_submodule(name)
+        if not is_plain_linear(old):
+            kind = type(old).__name__
+            raise CheckpointError(f"{_origin(model)}: {name} is a {kind}, not a linear layer; it cannot be packed")
         bias = old.bias
         new = QuantLinear(
             entry.shape,
@@ -108,16 +110,6 @@ def check_companions(model: nn.Module, entries: Mapping[str, ModuleEntry]) -> No
                     f"{_origin(model)}: transformers would not load {entry.name}.{part} into {target}; "
                     "packed weights of this architecture are not supported"
                 )
-
-
-def check_linear(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Raise ``CheckpointError`` unless the module is a plain linear layer (or GPT-2's Conv1D)."""
-    from transformers.pytorch_utils import Conv1D
-
-    if type(module).forward not in (nn.Linear.forward, Conv1D.forward):
-        raise CheckpointError(
-            f"{_origin(model)}: {name} is a {type(module).__name__}, not a linear layer; it cannot stay packed"
-        )
 
 
 def table_of_compressed_tensors(headers: Headers) -> ModuleTable:

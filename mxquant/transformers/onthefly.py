@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 from transformers.core_model_loading import ConversionOps
 
 from mxquant.checkpoint.native import ModuleEntry, compact_names, name_regex
 from mxquant.errors import SchemeError
 from mxquant.formats import QuantScheme
+from mxquant.methods.rtn import tensor_amax
 from mxquant.ops import quantize
 from mxquant.recipe import QuantRecipe
-from mxquant.transformers.architectures import NameMapper, Parameter, inventory
+from mxquant.scaling import global_scale_for
+from mxquant.transformers.architectures import NameMapper, Parameter, fused_group, inventory, is_plain_linear
 from mxquant.transformers.matching import Headers
 
 
@@ -32,14 +36,15 @@ def choose_modules(model: nn.Module, recipe: QuantRecipe, headers: Headers | Non
     if headers is not None:
         mapper = NameMapper(model)
         names = {target: key for key in headers if (target := mapper(key)) is not None}
-    chosen, assembled = {}, []
+    chosen: dict[str, ModuleEntry] = {}
+    skipped = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and not is_plain_linear(m)]
     for p in parameters:
         name = names.get(p.name, p.name).removesuffix(".weight")
         scheme = _scheme_for(p, name, recipe)
         if scheme is None:
             continue
         if p.name not in names:
-            assembled.append(p.module)
+            skipped.append(p.module)
             continue
         chosen[p.module] = ModuleEntry(name, scheme, (p.shape[0], p.shape[1]), p.transposed)
     unused = recipe.unused_patterns([names.get(p.name, p.name).removesuffix(".weight") for p in parameters])
@@ -47,10 +52,10 @@ def choose_modules(model: nn.Module, recipe: QuantRecipe, headers: Headers | Non
         raise SchemeError(f"pattern {unused[0]!r} matches no module of {type(model).__name__}")
     if not chosen:
         raise SchemeError(f"nothing of {type(model).__name__} would be quantized: no linear layer is matched")
-    if assembled:
+    if skipped:
         warnings.warn(
-            f"{len(assembled)} layers stay dense, because transformers assembles their weights from several tensors "
-            f"(or the checkpoint lacks them): {', '.join(assembled[:3])}",
+            f"{len(skipped)} layers stay dense, because they compute more than a linear map, or because transformers "
+            f"assembles their weights from several tensors: {', '.join(skipped[:3])}",
             stacklevel=2,
         )
     return chosen
@@ -63,7 +68,7 @@ def _scheme_for(parameter: Parameter, name: str, recipe: QuantRecipe) -> QuantSc
     return decision.scheme
 
 
-def keep_source_precision(model: nn.Module, entries: Mapping[str, ModuleEntry]) -> None:
+def keep_source_precision(model: Any, entries: Mapping[str, ModuleEntry]) -> None:
     """Have the loader hand over the weights to be quantized in fp32, whatever the model's dtype.
 
     bf16 and fp16 sources lose nothing by it, and fp32 ones are not rounded twice; and loaders that
@@ -85,24 +90,56 @@ def forget_source_precision(model: nn.Module) -> None:
     model.__dict__.pop("_get_dtype_plan", None)
 
 
+def shared_global_scales(entries: Mapping[str, ModuleEntry], files: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Global scales (fp32 ``[1]``) of the projections that serving engines fuse, by runtime name.
+
+    Each group has one, from the largest magnitude in any of its weights, so all have to be seen
+    before the first is quantized: one more pass over the mapped files. Without files, each weight
+    gets its own.
+    """
+    groups: dict[str, list[str]] = defaultdict(list)
+    for target, entry in entries.items():
+        group = fused_group(entry.name) if entry.scheme.global_scale else None
+        if group:
+            groups[group].append(target)
+    wanted = {f"{entries[t].name}.weight": t for members in groups.values() for t in members}
+    amax: dict[str, torch.Tensor] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as handle:
+            for key in wanted.keys() & set(handle.keys()):
+                amax[wanted[key]] = tensor_amax(handle.get_tensor(key))
+    scales: dict[str, torch.Tensor] = {}
+    for members in groups.values():
+        found = [amax[t] for t in members if t in amax]
+        if found:
+            largest = torch.stack(found).amax()
+            scales |= {t: global_scale_for(largest, entries[t].scheme) for t in members}
+    return scales
+
+
 class QuantizeOnLoad(ConversionOps):
     """Turns a weight that has just been read into the buffers of its ``QuantLinear``.
 
-    The bytes are those of ``mxquant.quantize(weight, scheme, seed=seed, name=<name in the checkpoint>)``.
+    The bytes are those of ``mxquant.quantize(weight, scheme, seed=seed, name=<name in the checkpoint>,
+    global_scale=<that of its group>)``, and so those of :func:`mxquant.quantize_model`.
     """
 
-    def __init__(self, entries: Mapping[str, ModuleEntry], seed: int):
+    def __init__(self, entries: Mapping[str, ModuleEntry], seed: int, global_scales: Mapping[str, torch.Tensor]):
         self._entries = entries
         self._seed = seed
+        self._global_scales = global_scales
 
-    @torch.no_grad
-    def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+    @torch.no_grad()
+    def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         ((target, value),) = input_dict.items()
         weight = value[0] if isinstance(value, list) else value
-        entry = self._entries[target.removesuffix(".weight")]
+        module = target.removesuffix(".weight")
+        entry, shared = self._entries[module], self._global_scales.get(module)
         if entry.transposed:
             weight = weight.t()
-        q = quantize(weight.contiguous(), entry.scheme, seed=self._seed, name=f"{entry.name}.weight")
+        shared = None if shared is None else shared.to(weight.device)
+        name = f"{entry.name}.weight"
+        q = quantize(weight.contiguous(), entry.scheme, seed=self._seed, name=name, global_scale=shared)
         made = {target: q.packed.view(entry.stored_shape), f"{target}_scale": q.scale}
         if q.global_scale is not None:
             made[f"{target}_global_scale"] = q.global_scale

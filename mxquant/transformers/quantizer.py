@@ -13,6 +13,7 @@ from transformers.quantizers.base import HfQuantizer
 from mxquant.checkpoint.native import ModuleEntry, build_config
 from mxquant.errors import CheckpointError, MXQuantError
 from mxquant.modules import QuantLinear
+from mxquant.numerics import scale_dtype
 from mxquant.transformers import register
 from mxquant.transformers.config import MXQuantConfig
 from mxquant.transformers.matching import (
@@ -41,11 +42,13 @@ class MXQuantHfQuantizer(HfQuantizer):
     """
 
     requires_calibration = False
+    quantization_config: MXQuantConfig
 
     def __init__(self, quantization_config: MXQuantConfig, **kwargs: Any):
         super().__init__(quantization_config, **kwargs)
         self.entries: dict[str, ModuleEntry] = {}
         self._dtypes: dict[str, torch.dtype] = {}
+        self._global_scales: dict[str, torch.Tensor] = {}
 
     @property
     def is_trainable(self) -> bool:
@@ -59,23 +62,16 @@ class MXQuantHfQuantizer(HfQuantizer):
     def is_serializable(self) -> bool:
         return True
 
-    def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         module, _, leaf = param_name.rpartition(".")
         return not self.pre_quantized and leaf == "weight" and module in self.entries
 
     def get_quantize_ops(self) -> Any:
         from mxquant.transformers.onthefly import QuantizeOnLoad
 
-        return QuantizeOnLoad(self.entries, self.quantization_config.seed)
+        return QuantizeOnLoad(self.entries, self.quantization_config.seed, self._global_scales)
 
-    def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
-        """The dtype to cast a tensor of the files to; None leaves it, as packed layers need it."""
-        targets = getattr(converter, "target_patterns", ())
-        if len(targets) == 1 and self._is_encoding(targets[0]):
-            return None
-        return super().get_new_dtype(converter, param, dtype)
-
-    def update_weight_conversions(self, weight_conversions: list[Any], model: nn.Module | None = None) -> list[Any]:
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
         """Renaming rules of the loader, with ours for foreign names last. (5.17 does not pass ``model``.)"""
         if self._packed_name == PACKED:
             return weight_conversions
@@ -83,13 +79,13 @@ class MXQuantHfQuantizer(HfQuantizer):
 
         return [*weight_conversions, WeightRenaming(self._packed_name, PACKED)]
 
-    def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[None, dict[str, Any]]:
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[None, dict[str, Any]]:
         """Called by ``save_pretrained``: brings the config up to date with the model."""
         self._describe(model)
         return None, {}
 
     def _process_model_before_weight_loading(
-        self, model: nn.Module, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
+        self, model: Any, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
     ) -> None:
         distributed = getattr(model.config, "distributed_config", None)
         if (getattr(distributed, "tp_size", None) or 1) > 1:
@@ -101,12 +97,12 @@ class MXQuantHfQuantizer(HfQuantizer):
         else:
             self._plan_on_the_fly(model, files)
 
-    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         from mxquant.transformers.onthefly import forget_source_precision
 
         forget_source_precision(model)
-        self._check_loaded(model)
         self._restore_dtypes(model)
+        self._check_loaded(model)
         if self._packed_name != PACKED:
             # Saving undoes the renamings of loading; what we save has our own names.
             kept = [c for c in model._weight_conversions if c.source_patterns != [self._packed_name]]
@@ -114,7 +110,7 @@ class MXQuantHfQuantizer(HfQuantizer):
         self._describe(model)
         return model
 
-    def _dequantize(self, model: nn.Module, dtype: torch.dtype | str | None = None) -> nn.Module:
+    def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype or torch.float32
         for name, module in list(model.named_modules()):
             if isinstance(module, QuantLinear):
@@ -129,7 +125,7 @@ class MXQuantHfQuantizer(HfQuantizer):
         foreign = self.quantization_config.compressed_tensors is not None
         return COMPRESSED_TENSORS_PACKED if foreign else PACKED
 
-    def _find_packed(self, model: nn.Module, files: list[str]) -> None:
+    def _find_packed(self, model: Any, files: list[str]) -> None:
         if not files:
             raise CheckpointError("packed weights are loaded from safetensors files only, not from a state dict")
         headers = read_headers(files)
@@ -143,19 +139,16 @@ class MXQuantHfQuantizer(HfQuantizer):
         replace_modules(model, self.entries)
         check_companions(model, self.entries)
 
-    def _plan_on_the_fly(self, model: nn.Module, files: list[str]) -> None:
-        from mxquant.transformers.onthefly import choose_modules, keep_source_precision
+    def _plan_on_the_fly(self, model: Any, files: list[str]) -> None:
+        from mxquant.transformers.onthefly import choose_modules, keep_source_precision, shared_global_scales
 
         headers = read_headers(files) if files else None
         self.entries = choose_modules(model, self.quantization_config.quant_recipe(), headers)
+        self._global_scales = shared_global_scales(self.entries, files)
         replace_modules(model, self.entries)
         keep_source_precision(model, self.entries)
 
-    def _is_encoding(self, name: str) -> bool:
-        module, _, leaf = name.rpartition(".")
-        return module in self.entries and leaf.startswith("weight")
-
-    def _check_loaded(self, model: nn.Module) -> None:
+    def _check_loaded(self, model: Any) -> None:
         """Raise ``CheckpointError`` unless every packed layer holds what its scheme says."""
         several = len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
         for name in self.entries:
@@ -166,7 +159,12 @@ class MXQuantHfQuantizer(HfQuantizer):
             if device.type == "meta" and not several:  # with several devices, it may be offloaded
                 raise CheckpointError(f"the weight of {name} was not loaded")
 
-    def _restore_dtypes(self, model: nn.Module) -> None:
+    def _restore_dtypes(self, model: Any) -> None:
+        # The loader widens float scales to fp32 where the model wants a layer so; narrowing them is exact.
+        for name in self.entries:
+            layer = model.get_submodule(name)
+            if layer.weight_scale.is_floating_point():
+                layer.weight_scale = layer.weight_scale.to(scale_dtype(layer.scheme.scale_format))
         # transformers 5.17 leaves tensors that it renames in the dtype of the file.
         for name, parameter in model.named_parameters():
             wanted = self._dtypes.get(name, parameter.dtype)
@@ -176,7 +174,7 @@ class MXQuantHfQuantizer(HfQuantizer):
     def _is_transposed(self, name: str) -> bool:
         return name in self.entries and self.entries[name].transposed
 
-    def _describe(self, model: nn.Module) -> None:
+    def _describe(self, model: Any) -> None:
         """Make the model's config say what the model holds, under the names that saving gives it."""
         rename = _saved_name(model)
         entries = [
@@ -189,7 +187,7 @@ class MXQuantHfQuantizer(HfQuantizer):
         model.config.quantization_config = self.quantization_config
 
 
-def _planned_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+def _planned_dtypes(model: Any) -> dict[str, torch.dtype]:
     """The dtype that each parameter is to have once loaded."""
     plan = model._get_dtype_plan(model.config.dtype)
     patterns = [(re.compile(glob.replace("*", ".*")), dtype) for glob, dtype in plan.items()]
@@ -199,7 +197,7 @@ def _planned_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
     }
 
 
-def _saved_name(model: nn.Module) -> Callable[[str], str]:
+def _saved_name(model: Any) -> Callable[[str], str]:
     """Maps a runtime module name to the one that ``save_pretrained`` writes."""
     from transformers.core_model_loading import WeightRenaming
 
@@ -220,6 +218,7 @@ def _dense(layer: QuantLinear, dtype: torch.dtype, transposed: bool) -> nn.Modul
     from transformers.pytorch_utils import Conv1D
 
     weight = layer.dequantize(dtype)
+    dense: nn.Module
     with torch.device("meta"):
         if transposed:
             dense = Conv1D(layer.out_features, layer.in_features)
