@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from mxquant.formats import QuantScheme
-from mxquant.kernels.triton import dequantize, gradient, linear, quantize
+from mxquant.kernels.triton import dequantize, gradient, linear, native, quantize
 from mxquant.kernels.triton.compiled import CHIPS, figures
 from mxquant.kernels.triton.configs import candidates
 from mxquant.kernels.triton.launch import Launch
@@ -33,6 +33,8 @@ SCHEMES = {
     "nvfp4": QuantScheme.preset("nvfp4"),
     "e8m0/32x32": QuantScheme(scale="e8m0", block=(32, 32), scale_rule="rceil", rounding="stochastic"),
 }
+# Chips whose tensor cores multiply block-scaled FP4 of a scheme.
+NATIVE = {"mxfp4": ("sm_100", "sm_120", "gfx950"), "nvfp4": ("sm_100", "sm_120")}
 MORE = {
     f"{scale}/{block}{'+global' if g else ''}": QuantScheme(scale=scale, block=block, global_scale=g)
     for scale in ("e8m0", "e4m3", "ue5m3")
@@ -75,12 +77,20 @@ def cases(full: bool = False) -> dict[tuple[str, str], Launch]:
             for dtype in (torch.float16, torch.float32):
                 found |= {(kernel, name): launch for kernel, launch in products(scheme, dtype, False)}
         weight = meta((N, K), torch.bfloat16)
-        if name != "e8m0/24" and "24" not in name:
+        if scheme.block != 24:
             found["quantize", name] = quantize.plan(weight, packed, scale, g, scheme, 1 << 63)
         found["dequantize", name] = dequantize.plan(packed, scale, g, weight, scheme)
         grad, out = meta((2048, N), torch.bfloat16), meta((2048, K), torch.bfloat16)
         found["gradient", name] = gradient.plan(grad, packed, scale, g, out, scheme)
+        if name in NATIVE:
+            rows, shape = meta((2048, N), torch.bfloat16), (2048, K)
+            x = (meta(scheme.packed_shape(shape), torch.uint8), meta(scheme.scale_shape(shape), torch.uint8), g)
+            found["native W4A4", name] = native.plan(x, (packed, scale, g), None, rows, scheme)
     return found
+
+
+def compiles(chip: str, kernel: str, scheme: str) -> bool:
+    return kernel != "native W4A4" or chip in NATIVE[scheme]
 
 
 def measure(job: tuple[str, str, str, bool]) -> dict[str, object]:
@@ -96,7 +106,7 @@ def bytes_per_weight(scheme: str) -> float:
 
 
 def rows(chips: list[str], full: bool, workers: int) -> list[dict[str, object]]:
-    jobs = [(chip, *key, full) for chip in chips for key in cases(full)]
+    jobs = [(chip, *key, full) for chip in chips for key in cases(full) if compiles(chip, *key)]
     if workers == 1:
         return [measure(job) for job in jobs]
     with ProcessPoolExecutor(workers) as pool:

@@ -57,6 +57,7 @@ class Figures:
     instructions : in the innermost loop, or the whole kernel where there is none.
     per_weight : those instructions, times threads, by the weights that one pass handles.
     matrix : matrix instructions by name. loads : global loads by width in bytes.
+    packed_load : bytes of packed weight that a thread loads at a time; 0 where none is loaded.
     approximate_divisions : ``div.full`` and its like in the PTX.
     occupancy : share of a multiprocessor's warps that registers and shared memory leave room for.
     """
@@ -68,6 +69,7 @@ class Figures:
     per_weight: float
     matrix: dict[str, int]
     loads: dict[int, int]
+    packed_load: int
     approximate_divisions: int
     occupancy: float
 
@@ -90,6 +92,7 @@ def figures(launch: Launch, chip: Chip) -> Figures:
         round(len(body) * launch.threads / weights, 2) if weights else 0.0,
         dict(Counter(m for m in code if re.match(r"HMMA|HGMMA|UTC\w*MMA|OMMA|QMMA|IMMA|v_s?mfma", m))),
         dict(sorted(Counter(filter(None, map(_width, code))).items())),
+        _packed_load(kernel.asm["ttgir"], launch),
         len(re.findall(r"div\.(?:full|approx)|rcp\.approx", kernel.asm["ptx"])) if nvidia else 0,
         _occupancy(chip, registers, shared, launch.threads // chip.target.warp_size),
     )
@@ -148,6 +151,19 @@ def _width(name: str) -> int | None:
     if found := re.match(r"(?:global|buffer)_load_(?:lds_)?(\w+)", name):
         return {"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4, "ushort": 2, "short_d16": 2}.get(found[1], 1)
     return None
+
+
+def _packed_load(ttgir: str, launch: Launch) -> int:
+    """From the layout of the tile of packed bytes (or 32-bit words): both are told by their shapes."""
+    packed = launch.arguments.get("packed_ptr")
+    if packed is None or "key_low" in launch.arguments:  # quantize writes it
+        return 0
+    size = packed.element_size()
+    columns = launch.constants["TILE_K"] // 2 // size
+    tile = rf"(?:load|copy).*tensor<{launch.constants['TILE_N']}x{columns}x!tt\.ptr<i{8 * size}>, (#\w+)>"
+    layouts = dict(re.findall(r"^(#\w+) = #ttg\.blocked<\{sizePerThread = \[\d+, (\d+)\]", ttgir, re.M))
+    found = [min(16, size * int(layouts[name])) for name in re.findall(tile, ttgir) if name in layouts]
+    return min(found, default=0)
 
 
 def _occupancy(chip: Chip, registers: int, shared: int, warps: int) -> float:

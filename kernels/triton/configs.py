@@ -37,12 +37,12 @@ _GEMV = (Config(1, 16, 1024, 128, 1), Config(1, 8, 1024, 128, 1), Config(1, 16, 
 # Skinny: bytes are what costs, so a deep tile along K and enough stages to keep loads in flight.
 _SKINNY = (Config(16, 64, 256, 128, 3), Config(16, 64, 128, 128, 4), Config(16, 128, 128, 128, 3))
 # Between: the weight is still read once.
-_MIDDLE = (Config(64, 64, 128, 128, 3), Config(64, 128, 64, 128, 4))
+_MIDDLE = (Config(64, 128, 64, 256, 3), Config(64, 64, 128, 128, 3))
 # GEMM: decoding a weight is worth 128 or 256 multiplications with it.
 _LARGE = (Config(128, 128, 64, 256, 3), Config(256, 128, 64, 256, 3), Config(128, 128, 64, 128, 3))
 # fp32 and fp16 activations that are split into bf16 terms take more registers.
 _SKINNY_TERMS = (Config(16, 64, 128, 128, 3),)
-_TERMS = (Config(64, 64, 64, 128, 3),)
+_TERMS = (Config(32, 64, 64, 128, 3),)
 
 
 def candidates(m: int, n: int, k: int, terms: int, multiprocessors: int = MULTIPROCESSORS) -> list[Config]:

@@ -13,8 +13,8 @@ Three integer instructions a weight, the same on every chip. The factor 2^126 is
 block scale, once a block, as far as fp32's range allows; :data:`EXPONENTS` says what is left over.
 
 Scales: ue5m3 and e4m3 codes shifted by 20 bits are fp32 numbers with the wrong bias (subnormals
-included), put right by one exact multiplication; an e8m0 code is an fp32 exponent. For fp16, ue5m3's
-``code << 7`` has the right bias already; only its top binade needs help.
+included), put right by one exact multiplication, the top binade of ue5m3 (infinity and NaN if it were an
+fp16 number, ``code << 7``) like the others; an e8m0 code is an fp32 exponent. No chip needs fp8 types.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _TWO_126 = tl.constexpr(2.0**126)
 _E4M3_BIAS = tl.constexpr(2.0 ** (127 - SCALES["e4m3"].bias))
 _UE5M3_BIAS = tl.constexpr(2.0 ** (127 - SCALES["ue5m3"].bias))
 
-# Weight tiles hold ``value * 2^-e``: (scale layout, operand is fp16) -> e. The largest scale times
-# 2^(126 - e) must be finite in fp32, and in fp16 the largest weight; 0 where neither is needed or,
-# for e8m0 with its 254 binades, possible.
+# Weight tiles hold ``value * 2^-e``: (scale layout, operand is fp16) -> e. For fp32 and bf16 operands the
+# largest scale times 2^(126 - e) should be finite in fp32; e8m0 has too many binades for that. In fp16
+# all weights must be finite and whole multiples of 2^-24; ue5m3's range leaves 4 to 6.
 EXPONENTS = {
     (LAYOUTS["e8m0"], False): 0,
     (LAYOUTS["e4m3"], False): 18,
     (LAYOUTS["ue5m3"], False): 18,
-    (LAYOUTS["e4m3"], True): 0,
+    (LAYOUTS["e4m3"], True): 14,
     (LAYOUTS["ue5m3"], True): 4,
 }
 
@@ -91,43 +91,22 @@ def decode_scale(code, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def decode_scale_fp16(code, LAYOUT: tl.constexpr):
-    """int32 codes of e4m3 or ue5m3 -> fp16 ``scale * 2^-e`` of :data:`EXPONENTS`, exactly.
-
-    ue5m3's top binade would be fp16's infinities, so it is taken from the binade four below, which
-    is what the factor 2^-4 asks for anyway.
-    """
-    if LAYOUT == E4M3:
-        small = (code << 7).to(tl.int16).to(tl.float16, bitcast=True)
-        return tl.where(code >= 127, float("nan"), small * 256.0).to(tl.float16)
-    normal = ((code - 32) << 7).to(tl.int16).to(tl.float16, bitcast=True)
-    low = (code << 7).to(tl.int16).to(tl.float16, bitcast=True) * 0.0625
-    return tl.where(code == 255, float("nan"), tl.where(code >= 40, normal, low)).to(tl.float16)
-
-
-@triton.jit
-def scale_factor(code, LAYOUT: tl.constexpr, EXPONENT: tl.constexpr):
-    """What ``tiny`` elements are multiplied by: the block scale times ``2^(126 - EXPONENT)``."""
-    return decode_scale(code, LAYOUT) * power_of_two(126 - EXPONENT)
-
-
-@triton.jit
 def scaled_pair(byte, code, LAYOUT: tl.constexpr, EXPONENT: tl.constexpr, FP16: tl.constexpr):
-    """Both weights of int32 bytes, given each byte's scale code: fp32 (fp16 where ``FP16``),
-    ``value * 2^-EXPONENT`` exactly. Shapes broadcast."""
-    if FP16:
-        scale = decode_scale_fp16(code, LAYOUT)
-        low = (tiny_low(byte) * _TWO_126).to(tl.float16) * scale
-        high = (tiny_high(byte) * _TWO_126).to(tl.float16) * scale
-    elif LAYOUT == E8M0:
-        # Two steps: 2^126 times a scale can be too much for fp32.
-        scale = decode_scale(code, LAYOUT)
-        low = tiny_low(byte) * _TWO_126 * scale
-        high = tiny_high(byte) * _TWO_126 * scale
+    """Both weights of int32 bytes, given each byte's scale code: fp32 ``value * 2^-EXPONENT``, exactly.
+
+    ``FP16``: whether they are to become fp16 numbers, which EXPONENT then sees to. Shapes broadcast.
+    """
+    if LAYOUT == E8M0 or (FP16 and LAYOUT == UE5M3):
+        # scale * 2^(126 - EXPONENT) is too much for fp32 where the scale is above 1: then in two steps.
+        STEP: tl.constexpr = 126 if LAYOUT == E8M0 else 64
+        large = code > (127 if LAYOUT == E8M0 else 119)
+        first = tl.where(large, power_of_two(STEP), 1.0)
+        rest = tl.where(large, power_of_two(126 - EXPONENT - STEP), power_of_two(126 - EXPONENT))
+        second = decode_scale(code, LAYOUT) * rest
+        low, high = tiny_low(byte) * first * second, tiny_high(byte) * first * second
     else:
-        factor = scale_factor(code, LAYOUT, EXPONENT)
-        low = tiny_low(byte) * factor
-        high = tiny_high(byte) * factor
+        factor = decode_scale(code, LAYOUT) * power_of_two(126 - EXPONENT)
+        low, high = tiny_low(byte) * factor, tiny_high(byte) * factor
     return low, high
 
 

@@ -27,7 +27,7 @@ def leading_bf16(x):
 
 @triton.jit
 def dot_exact(weight, x, acc, TERMS: tl.constexpr):
-    """``acc + weight @ x`` in fp32; weight fp32 holding bf16 numbers (fp16 with fp16 x).
+    """``acc + weight @ x`` in fp32; weight fp32 holding bf16 numbers (fp16 with TERMS 1 and fp16 x).
 
     ``TERMS``: how many bf16 numbers each x is the sum of; 1 if it is bf16, or fp16 with fp16 weights.
     """

@@ -15,9 +15,7 @@ from mxquant.formats import QuantScheme
 from mxquant.kernels.triton.decode import LAYOUTS
 from mxquant.kernels.triton.launch import Launch
 from mxquant.kernels.triton.random import random_bits24
-from mxquant.kernels.triton.rules import RULES, block_codes, effective, nearest_magnitude
-
-_INF = tl.constexpr(float("inf"))
+from mxquant.kernels.triton.rules import RULES, block_codes, divided, nearest_magnitude
 
 
 @triton.jit(do_not_specialize=["key_low", "key_high"])
@@ -45,7 +43,6 @@ def quantize_kernel(
     """``[TILE_N, TILE_K]`` weights, a whole number of blocks each way. The weight must be finite."""
     UP: tl.constexpr = TILE_N // BLOCK_ROWS
     ACROSS: tl.constexpr = TILE_K // BLOCK_COLUMNS
-    ELEMENTS: tl.constexpr = BLOCK_ROWS * BLOCK_COLUMNS
     row = tl.program_id(0).to(tl.int64) * TILE_N + tl.arange(0, TILE_N)
     column = tl.program_id(1) * TILE_K + tl.arange(0, TILE_K)
     index = row[:, None] * K + column[None, :]
@@ -55,10 +52,7 @@ def quantize_kernel(
     magnitude = _by_block(tl.abs(x), UP, BLOCK_ROWS, ACROSS, BLOCK_COLUMNS)
     amax = tl.max(magnitude, 1)
     code = block_codes(magnitude, amax, global_ptr, LAYOUT, RULE, MAX_CODE)
-    scale = effective(code, global_ptr, LAYOUT)
-    # A block whose scale is zero is lost; dividing by infinity says so without a branch.
-    divisor = tl.where(scale > 0, scale, _INF)
-    magnitude = tl.div_rn(magnitude, tl.broadcast_to(divisor[:, None], UP * ACROSS, ELEMENTS))
+    magnitude = divided(magnitude, code, global_ptr, LAYOUT)
     if STOCHASTIC:
         bits = _by_block(random_bits24(key_low, key_high, index), UP, BLOCK_ROWS, ACROSS, BLOCK_COLUMNS)
         element = _stochastic_code(magnitude, bits)

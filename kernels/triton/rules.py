@@ -49,6 +49,23 @@ def effective(code, global_ptr, LAYOUT: tl.constexpr):
 
 
 @triton.jit
+def divided(x, code, global_ptr, LAYOUT: tl.constexpr):
+    """``x / fl32(scale / global)``, correctly rounded: x ``[BLOCKS, ELEMENTS]``, code ``[BLOCKS]``.
+
+    A block whose scale is zero is lost; dividing by infinity says so without a branch. A power of two
+    has an exact inverse, and a product is rounded once as a quotient is.
+    """
+    if LAYOUT == E8M0 and global_ptr is None:
+        inverse = ((254 - code) << 23).to(tl.float32, bitcast=True)
+        quotient = x * inverse[:, None]
+    else:
+        scale = effective(code, global_ptr, LAYOUT)
+        scale = tl.where(scale > 0, scale, _INF)
+        quotient = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
+    return quotient
+
+
+@triton.jit
 def block_codes(x, amax, global_ptr, LAYOUT: tl.constexpr, RULE: tl.constexpr, MAX_CODE: tl.constexpr):
     """int32 scale codes ``[BLOCKS]`` of magnitudes ``x`` ``[BLOCKS, ELEMENTS]`` with maxima ``amax``."""
     if LAYOUT == E8M0:
@@ -151,7 +168,7 @@ def _better(x, amax, code, best, best_error, global_ptr, LAYOUT: tl.constexpr):
 def _raw_error(x, amax, code, global_ptr, LAYOUT: tl.constexpr):
     scale = effective(code, global_ptr, LAYOUT)
     scale = tl.where(scale > 0, scale, _INF)
-    quotient = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
+    quotient = divided(x, code, global_ptr, LAYOUT)
     residual = nearest_magnitude(quotient) - quotient
     relative = tl.div_rn(scale, amax)
     return _ordered_sum(residual * residual) * (relative * relative)

@@ -56,8 +56,8 @@ def weight_tile(
     """Weights in columns ``k0 : k0 + TILE_K`` as their low and high nibbles, each ``[TILE_N, TILE_K / 2]``.
 
     ``packed_row``, ``scale_row``: pointers ``[TILE_N]`` to the rows; ``code``: what ``block_codes`` gave.
-    ``k0`` is a multiple of TILE_K; columns past K are zero. Values are ``value * 2^-EXPONENT`` in fp32
-    (fp16 where FP16).
+    ``k0`` is a multiple of TILE_K; columns past K are zero. Values are fp32
+    ``value * 2^-EXPONENT``, numbers of fp16 where FP16, else of bf16.
     """
     HALF: tl.constexpr = TILE_K // 2
     column = k0 // 2 + tl.arange(0, HALF)
