@@ -117,10 +117,12 @@ def markdown(table: list[dict[str, object]]) -> str:
     head = ("chip", "kernel", "scheme", "registers", "spills", "shared", "occupancy", "bytes", "instructions", "matrix")
     lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
     for r in table:
-        matrix = ", ".join(f"{n} {name}" for name, n in r["matrix"].items()) or "–"  # type: ignore[attr-defined]
+        matrix = ", ".join(f"{n} {name}" for name, n in r["matrix"].items()) or "none"  # type: ignore[attr-defined]
         cells = (r["chip"], r["kernel"], r["scheme"], r["registers"], r["spills"], r["shared"])
         share = f"{100 * float(r['occupancy']):.0f} %"  # type: ignore[arg-type]
-        lines.append("| " + " | ".join(map(str, (*cells, share, r["bytes_per_weight"], r["per_weight"], matrix))) + " |")
+        lines.append(
+            "| " + " | ".join(map(str, (*cells, share, r["bytes_per_weight"], r["per_weight"], matrix))) + " |"
+        )
     return "\n".join(lines)
 
 

@@ -113,9 +113,7 @@ def _scheme(options: dict[str, Any]) -> Any:
     return QuantScheme.preset(options["preset"], **fields) if options["preset"] else QuantScheme(**fields)
 
 
-def _record(
-    results: list[Speed], top: Ceilings, scheme: str, dtype: str, device: torch.device
-) -> dict[str, Any]:
+def _record(results: list[Speed], top: Ceilings, scheme: str, dtype: str, device: torch.device) -> dict[str, Any]:
     import platform
 
     import torch

@@ -37,7 +37,9 @@ def new_table(title: str, left: tuple[str, ...], right: tuple[str, ...]) -> Tabl
 
 def print_plan(plan: QuantPlan, out: Path) -> None:
     """The whole plan: every kind of tensor, what becomes of it and why."""
-    table = new_table(f"Plan for {plan.source}", ("tensor", "shape", "becomes", "because"), ("count", "before", "after"))
+    table = new_table(
+        f"Plan for {plan.source}", ("tensor", "shape", "becomes", "because"), ("count", "before", "after")
+    )
     for pattern, members in _alike(plan.tensors):
         t = members[0]
         table.add_row(

@@ -39,7 +39,11 @@ def rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     command = [sys.executable, ROOT / "benchmarks" / "kernel_table.py", "--chip", request.param, "--json", path]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*map(str, command), *(["--full"] if full else [])], capture_output=True, text=True, env=environment, check=False
+        [*map(str, command), *(["--full"] if full else [])],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(path.read_text())

@@ -67,7 +67,7 @@ def assert_close(y: torch.Tensor, exact: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("scale", FORMATS)
-@pytest.mark.parametrize("block", (*BLOCKS, *UNUSUAL), ids=str)
+@pytest.mark.parametrize("block", [*BLOCKS, *UNUSUAL], ids=str)
 def test_dequantize_gives_the_bits_of_the_reference(scale, block):
     for global_scale, dtype in itertools.product((False, True), DTYPES):
         scheme = scheme_for(scale, block, global_scale)
@@ -110,7 +110,7 @@ def test_linear_is_as_exact_as_its_dtype_allows(scale, block, global_scale, full
 
 
 @pytest.mark.parametrize("block", UNUSUAL, ids=str)
-@pytest.mark.parametrize("rows", (1, 5))
+@pytest.mark.parametrize("rows", [1, 5])
 def test_linear_serves_blocks_of_any_length(block, rows):
     q = quantized(scheme_for("ue5m3", block, False))
     x = torch.randn(rows, SHAPE[1])
@@ -118,7 +118,7 @@ def test_linear_serves_blocks_of_any_length(block, rows):
     assert_close(y, x.double() @ q.dequantize().double().T)
 
 
-@pytest.mark.parametrize("columns", (1208, 2048, 8192))
+@pytest.mark.parametrize("columns", [1208, 2048, 8192])
 def test_one_row_is_read_in_words_where_rows_are_words(columns):
     from mxquant.kernels.triton.linear import words
 
@@ -130,7 +130,7 @@ def test_one_row_is_read_in_words_where_rows_are_words(columns):
     assert_close(y, q.dequantize().double() @ x.double())
 
 
-@pytest.mark.parametrize("rows", (1, 3, 40))
+@pytest.mark.parametrize("rows", [1, 3, 40])
 def test_a_product_cut_along_k_is_the_same_bits_every_time(rows):
     from mxquant.kernels.triton.configs import candidates
 
@@ -161,7 +161,7 @@ def test_infinite_activations_stay_infinite():
 
 @pytest.mark.parametrize("scale", FORMATS[:3])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", (1, 5, 33))
+@pytest.mark.parametrize("rows", [1, 5, 33])
 def test_the_input_gradient_is_that_of_the_dense_weight(scale, dtype, rows):
     q = quantized(scheme_for(scale, 16 if rows < 33 else (16, 16), rows == 5))
     grad = torch.randn(rows, SHAPE[0]).to(dtype)
@@ -228,7 +228,7 @@ def only_program(launch, first: int):
         builder.set_grid_idx = original
 
 
-@pytest.mark.parametrize("rows", (1, 2))
+@pytest.mark.parametrize("rows", [1, 2])
 def test_offsets_past_two_to_the_31_reach_the_right_bytes(rows):
     from mxquant.kernels.triton import linear
     from mxquant.kernels.triton.configs import Config

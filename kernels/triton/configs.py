@@ -62,7 +62,9 @@ def candidates(m: int, n: int, k: int, terms: int, multiprocessors: int = MULTIP
 
 def shape_class(m: int) -> str:
     """What a tuned choice is remembered for, beside n, k and the scheme."""
-    return next(name for bound, name in ((1, "1"), (16, "16"), (64, "64"), (512, "512"), (1 << 62, "large")) if m <= bound)
+    return next(
+        name for bound, name in ((1, "1"), (16, "16"), (64, "64"), (512, "512"), (1 << 62, "large")) if m <= bound
+    )
 
 
 def _split(config: Config, m: int, n: int, k: int, multiprocessors: int) -> Config:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mxquant.kernels.triton.decode import decode_scale, rounded, element_at
+from mxquant.kernels.triton.decode import decode_scale, element_at, rounded
 from mxquant.kernels.triton.matmul import finish
 from mxquant.kernels.triton.tiles import block_codes, weight_tile
 
@@ -71,10 +71,7 @@ def gemv_kernel(
             EVEN_K,
         )
         k = k0 + tl.arange(0, TILE_K)
-        if EVEN_K:
-            x = tl.load(x_ptr + k)
-        else:
-            x = tl.load(x_ptr + k, mask=k < K, other=0.0)
+        x = tl.load(x_ptr + k) if EVEN_K else tl.load(x_ptr + k, mask=k < K, other=0.0)
         even, odd = x.to(tl.float32).reshape(HALF, 2).split()
         acc += low * even[None, :]
         acc += high * odd[None, :]
@@ -133,9 +130,7 @@ def gemv_words_kernel(
         else:
             word = tl.load(packed_row[:, None] + column[None, :], mask=(column < row_words)[None, :], other=0)
             x = tl.load(x_ptr + k, mask=k < K, other=0.0)
-        scale = decode_scale(
-            block_codes(scale_row, k0, scale_columns, BLOCK_COLUMNS, TILE_K, not EVEN_K), LAYOUT
-        )
+        scale = decode_scale(block_codes(scale_row, k0, scale_columns, BLOCK_COLUMNS, TILE_K, not EVEN_K), LAYOUT)
         # Columns 8 j + i as eight vectors over j: split takes the lowest bit of i first.
         even, odd = x.to(tl.float32).reshape(WORDS, 2, 2, 2).split()
         x02, x13 = even.split(), odd.split()

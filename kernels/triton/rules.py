@@ -96,7 +96,7 @@ def block_codes(x, amax, global_ptr, LAYOUT: tl.constexpr, RULE: tl.constexpr, M
             code = _clamp(start + (-1 if i == 0 else i), 1, MAX_CODE)
             best, error = _better(x, amax, code, best, error, global_ptr, LAYOUT)
         start = best
-    if RULE == NONZERO or RULE == FOUR_OVER_SIX or RULE == SEARCH:
+    if (RULE == NONZERO) | (RULE == FOUR_OVER_SIX) | (RULE == SEARCH):
         start = tl.where(amax > 0, tl.maximum(start, 1), 0)
     return start
 
@@ -118,10 +118,7 @@ def _encode(x, LAYOUT: tl.constexpr, MAX_CODE: tl.constexpr, UP: tl.constexpr):
     x = tl.minimum(x, LARGEST)
     exponent = tl.maximum((x.to(tl.int32, bitcast=True) >> 23) - 127, 1 - BIAS)
     steps = x * ((130 - exponent) << 23).to(tl.float32, bitcast=True)
-    if UP:
-        steps = tl.ceil(steps)
-    else:
-        steps = (steps + _ROUNDER) - _ROUNDER
+    steps = tl.ceil(steps) if UP else steps + _ROUNDER - _ROUNDER
     return tl.minimum(((exponent - (1 - BIAS)) << 3) + steps.to(tl.int32), MAX_CODE)
 
 

@@ -62,10 +62,7 @@ def weight_tile(
     HALF: tl.constexpr = TILE_K // 2
     column = k0 // 2 + tl.arange(0, HALF)
     at = packed_row[:, None] + column[None, :]
-    if EVEN_K:
-        byte = tl.load(at).to(tl.int32)
-    else:
-        byte = tl.load(at, mask=(column < row_bytes)[None, :], other=0).to(tl.int32)
+    byte = tl.load(at).to(tl.int32) if EVEN_K else tl.load(at, mask=(column < row_bytes)[None, :], other=0).to(tl.int32)
     if BLOCK_COLUMNS > 1 and BLOCK_COLUMNS & (BLOCK_COLUMNS - 1) == 0:
         SPAN: tl.constexpr = BLOCK_COLUMNS if BLOCK_COLUMNS < TILE_K else TILE_K
         byte = byte.reshape(TILE_N, TILE_K // SPAN, SPAN // 2)
