@@ -12,6 +12,7 @@ from mxquant import __version__
 _COMMANDS = {
     "quantize": "Quantize a checkpoint's weights to a 4-bit block-scaled format.",
     "eval": "Measure perplexity, divergence from a baseline and downstream tasks.",
+    "bench": "Time packed linear layers against dense ones, and against the machine's limits.",
     "dequantize": "Turn a quantized checkpoint back into a dense one.",
     "env": "Show versions, the processor and which kernels are used.",
     "demo": "Quantize the bundled model four ways, evaluate and compare.",

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 _PIPE_WIDTH = 132
 
 
-def _console() -> Console:
+def new_console() -> Console:
     return Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
 
 
-def _table(title: str, left: tuple[str, ...], right: tuple[str, ...]) -> Table:
+def new_table(title: str, left: tuple[str, ...], right: tuple[str, ...]) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in left:
         table.add_column(name, overflow="fold")
@@ -37,7 +37,9 @@ def _table(title: str, left: tuple[str, ...], right: tuple[str, ...]) -> Table:
 
 def print_plan(plan: QuantPlan, out: Path) -> None:
     """The whole plan: every kind of tensor, what becomes of it and why."""
-    table = _table(f"Plan for {plan.source}", ("tensor", "shape", "becomes", "because"), ("count", "before", "after"))
+    table = new_table(
+        f"Plan for {plan.source}", ("tensor", "shape", "becomes", "because"), ("count", "before", "after")
+    )
     for pattern, members in _alike(plan.tensors):
         t = members[0]
         table.add_row(
@@ -51,9 +53,9 @@ def print_plan(plan: QuantPlan, out: Path) -> None:
         )
     for name, source in plan.tied.items():
         table.add_row(name.removesuffix(".weight"), "", "dense", f"tied to {source}", "1", "0 B", "0 B")
-    _console().print(table)
+    new_console().print(table)
     for warning in plan.warnings:
-        _console().print(f"[yellow]Warning:[/] {warning}", soft_wrap=True)
+        new_console().print(f"[yellow]Warning:[/] {warning}", soft_wrap=True)
     print_plan_summary(plan, out)
 
 
@@ -70,13 +72,13 @@ def print_plan_summary(plan: QuantPlan, out: Path) -> None:
         f"Output: {out}",
     ]
     for line in lines:
-        _console().print(line, soft_wrap=True)
+        new_console().print(line, soft_wrap=True)
 
 
 def print_report(report: QuantReport) -> None:
     """What it cost: error by group of layers, what stayed dense, time and memory."""
     columns = ("count", "params", "rel. error", "SQNR dB", "bits/w", "size", "saturated")
-    table = _table("Quantized", ("layers", "scheme"), columns)
+    table = new_table("Quantized", ("layers", "scheme"), columns)
     for row in report.groups():
         table.add_row(
             row["projection"],
@@ -89,12 +91,12 @@ def print_report(report: QuantReport) -> None:
             human_bytes(row["bytes"]),
             f"{row['saturated'] / row['elements']:.2%}",
         )
-    _console().print(table)
-    dense = _table("Stayed dense", ("because", "e.g."), ("count", "params", "size"))
+    new_console().print(table)
+    dense = new_table("Stayed dense", ("because", "e.g."), ("count", "params", "size"))
     for row in report.dense():
         count, parameters = str(row["tensors"]), f"{row['parameters'] / 1e6:.2f} M"
         dense.add_row(row["reason"], row["example"], count, parameters, human_bytes(row["bytes"]))
-    _console().print(dense)
+    new_console().print(dense)
     _print_totals(report)
 
 
@@ -114,7 +116,7 @@ def _print_totals(report: QuantReport) -> None:
         f"Wrote {report.out} ({plan.on_disk} format).",
     ]
     for line in lines:
-        _console().print(line, soft_wrap=True)
+        new_console().print(line, soft_wrap=True)
 
 
 def _alike(tensors: list[TensorPlan]) -> list[tuple[str, list[TensorPlan]]]:

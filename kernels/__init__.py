@@ -1,1 +1,1 @@
-"""How operators are made fast: kernels for CPUs and GPUs behind the operators of mxquant.ops."""
+"""Fast implementations of the operators in :mod:`mxquant.ops`; a folder for each kind of device."""

@@ -4,8 +4,9 @@ Each has a schema, a fake implementation (shapes only, for tracing) and a PyTorc
 runs on any device. A scheme travels as the string ``QuantScheme.spec``.
 
 This is the only place that looks for kernels. A backend serves a call if its ``why_not_...`` has no
-objection; otherwise, and with ``MXQUANT_KERNELS=reference`` in the environment, the reference does.
-:func:`explain` says which of them it is and why.
+objection; otherwise the reference does, and :func:`explain` says which of them it is and why.
+``MXQUANT_KERNELS=reference`` forces the reference, ``MXQUANT_KERNELS=triton`` the Triton kernels (for
+CPU tensors in Triton's interpreter, ``TRITON_INTERPRET=1``).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import importlib
 import os
 from functools import lru_cache
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +34,9 @@ _LIBRARY.define(
 )
 _LIBRARY.define(
     "dequantize(Tensor packed, Tensor scale, Tensor? global_scale, int[] shape, str scheme, ScalarType dtype) -> Tensor"
+)
+_LIBRARY.define(
+    "linear_grad(Tensor grad, Tensor packed, Tensor scale, Tensor? global_scale, int[] shape, str scheme) -> Tensor"
 )
 _LIBRARY.define(
     "linear(Tensor x, Tensor packed, Tensor scale, Tensor? global_scale, Tensor? bias, int[] shape, str scheme)"
@@ -68,12 +73,27 @@ def linear(x: torch.Tensor, weight: QTensor, bias: torch.Tensor | None = None) -
     )
 
 
+class Served(NamedTuple):
+    """Who serves a call: ``by`` a backend or ``"reference"``, and a sentence about it."""
+
+    by: str
+    why: str
+
+
 def backend(device_type: str) -> ModuleType | None:
     """The module with the kernels of a device, or None: see :func:`explain` for the reason."""
-    if os.environ.get("MXQUANT_KERNELS") == "reference":
-        return None
-    module = _load_backend(device_type)
-    return None if isinstance(module, str) else module
+    return _backend(device_type)[0]
+
+
+def _backend(device_type: str) -> tuple[ModuleType | None, str]:
+    forced = os.environ.get("MXQUANT_KERNELS", "")
+    if forced == "reference":
+        return None, "MXQUANT_KERNELS=reference"
+    if forced == "triton":
+        device_type = "cuda"
+    elif forced:
+        raise ValueError(f"MXQUANT_KERNELS={forced!r} is unknown; choose from reference, triton")
+    return _load_backend(device_type)
 
 
 def direct(x: torch.Tensor, bias: torch.Tensor | None) -> ModuleType | None:
@@ -93,51 +113,31 @@ def direct(x: torch.Tensor, bias: torch.Tensor | None) -> ModuleType | None:
     return backend("cpu")
 
 
-def explain(
-    op: str,
-    scheme: QuantScheme,
-    shape: tuple[int, int],
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    device: torch.device | str = "cpu",
-    rows: int = 1,
-) -> str:
-    """Which implementation serves a call, and why: a sentence for people.
-
-    ``op``: ``quantize``, ``dequantize`` or ``linear``; ``dtype``: of the weight, of the result or of
-    the activations, of which there are ``rows``.
-    """
-    device = torch.device(device)
-    if os.environ.get("MXQUANT_KERNELS") == "reference":
-        return f"{op}: reference, because MXQUANT_KERNELS=reference"
-    module = _load_backend(device.type)
-    if isinstance(module, str):
-        return f"{op}: reference, because {module}"
-    empty = torch.empty(0, device="meta")
-    if op == "quantize":
-        reason = module.why_not_quantize(empty.new_empty(shape, dtype=dtype), scheme)
-    elif op == "dequantize":
-        reason = module.why_not_dequantize(empty, empty, shape, scheme, dtype)
-    elif op == "linear":
-        reason = module.why_not_linear(empty.new_empty(rows, shape[1], dtype=dtype), shape, scheme)
-    else:
-        raise ValueError(f"there is no operator {op!r}; choose from quantize, dequantize, linear")
-    return f"{op}: {module.__name__}" if reason is None else f"{op}: reference, because {reason}"
-
-
-@lru_cache(maxsize=16)
-def _load_backend(device_type: str) -> ModuleType | str:
-    """The backend's module, or why there is none."""
-    name = _BACKENDS.get(device_type)
-    if name is None:
-        return f"there are no kernels for {device_type}"
+@lru_cache(maxsize=8)
+def _load_backend(device_type: str) -> tuple[ModuleType | None, str]:
+    if device_type not in _BACKENDS:
+        return None, f"there are no kernels for {device_type} tensors"
     try:
-        module = importlib.import_module(name)
+        module = importlib.import_module(_BACKENDS[device_type])
     except ModuleNotFoundError as error:
         if not str(error.name).startswith("mxquant.kernels"):
             raise
-        return f"this mxquant has no kernels for {device_type}"
-    return module.unavailable() or module
+        return None, f"this mxquant has no kernels for {device_type}"
+    reason = module.unavailable()
+    return (None, reason) if reason else (module, "")
+
+
+def explain(operator: str, *arguments, device_type: str) -> Served:  # type: ignore[no-untyped-def]
+    """Which implementation serves ``operator`` with these arguments of its ``why_not_`` function, and why.
+
+    >>> explain("linear", x, (14336, 4096), scheme, device_type="cuda")
+    """
+    kernels, reason = _backend(device_type)
+    if kernels is None:
+        return Served("reference", reason)
+    reason = getattr(kernels, f"why_not_{operator}")(*arguments)
+    name = kernels.__name__.split(".")[-2]
+    return Served("reference", reason) if reason else Served(name, kernels.describe(operator, *arguments))
 
 
 def _quantize_kernels(weight: torch.Tensor, scheme: QuantScheme) -> ModuleType | None:
@@ -228,6 +228,28 @@ def _check_linear(x, packed, scale, global_scale, bias, shape, scheme):  # type:
             raise ValueError(f"bias is on {bias.device}, the weight on {packed.device}; move them to one device")
 
 
+def _linear_grad(grad, packed, scale, global_scale, shape, scheme):  # type: ignore[no-untyped-def]
+    s = scheme_from_spec(scheme)
+    _check_grad(grad, packed, scale, global_scale, shape, s)
+    kernels = backend(packed.device.type)
+    if kernels is not None and kernels.why_not_linear_grad(grad, tuple(shape), s) is None:
+        return kernels.linear_grad(grad, packed, scale, global_scale, tuple(shape), s)
+    dtype = grad.dtype if exact_in(grad.dtype, s) else torch.float32
+    weight = _dense(packed, scale, global_scale, tuple(shape), s, dtype)
+    return (grad.to(dtype) @ weight).to(grad.dtype)
+
+
+def _linear_grad_fake(grad, packed, scale, global_scale, shape, scheme):  # type: ignore[no-untyped-def]
+    _check_grad(grad, packed, scale, global_scale, shape, scheme_from_spec(scheme))
+    return grad.new_empty([*grad.shape[:-1], shape[1]])
+
+
+def _check_grad(grad, packed, scale, global_scale, shape, scheme):  # type: ignore[no-untyped-def]
+    check_parts(packed, scale, global_scale, tuple(shape), scheme)
+    if grad.shape[-1] != shape[0] or grad.device != packed.device:
+        raise ValueError(f"gradient {list(grad.shape)} on {grad.device} does not fit a weight {list(shape)}")
+
+
 def _linear_setup(ctx, inputs, output):  # type: ignore[no-untyped-def]
     _, packed, scale, global_scale, bias, shape, scheme = inputs
     ctx.save_for_backward(packed, scale, global_scale)
@@ -239,9 +261,7 @@ def _linear_backward(ctx, grad):  # type: ignore[no-untyped-def]
     shape, spec = ctx.weight
     grad_x = grad_bias = None
     if ctx.needs_input_grad[0]:
-        dtype = grad.dtype if exact_in(grad.dtype, scheme_from_spec(spec)) else torch.float32
-        weight = torch.ops.mxquant.dequantize(packed, scale, global_scale, shape, spec, dtype)
-        grad_x = (grad.to(dtype) @ weight).to(grad.dtype)
+        grad_x = torch.ops.mxquant.linear_grad(grad, packed, scale, global_scale, shape, spec)
     if ctx.bias_dtype is not None and ctx.needs_input_grad[4]:
         grad_bias = grad.reshape(-1, shape[0]).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
     return grad_x, None, None, None, grad_bias, None, None
@@ -251,6 +271,7 @@ for _name, _function, _fake in (
     ("quantize", _quantize, _quantize_fake),
     ("dequantize", _dequantize, _dequantize_fake),
     ("linear", _linear, _linear_fake),
+    ("linear_grad", _linear_grad, _linear_grad_fake),
 ):
     _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"mxquant::{_name}", _fake, lib=_LIBRARY)

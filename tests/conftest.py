@@ -11,10 +11,26 @@ import pytest
 # Nothing in the tests may reach the network, whatever the machine.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+# Triton's interpreter runs kernels on CPU tensors; it has to be chosen before Triton is imported.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Odd sizes on purpose: 36 input features divide by no block length in use.
 _SIZES = {"vocab_size": 64, "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
 _LLAMA = {**_SIZES, "intermediate_size": 36, "num_key_value_heads": 2, "max_position_embeddings": 64}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--full-parity",
+        action="store_true",
+        help="kernels: every combination of formats, shapes and chips in place of a sample of them",
+    )
+
+
+@pytest.fixture(scope="session")
+def full(request: pytest.FixtureRequest) -> bool:
+    """Whether tests of kernels go through every combination."""
+    return request.config.getoption("--full-parity")
 
 
 def _configs() -> dict[str, Callable[[], object]]:

@@ -75,7 +75,7 @@ def assert_same(a: QTensor, b: QTensor) -> None:
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=by_name)
 def test_every_rule_gives_the_bytes_of_the_reference(scheme, level, reference):
-    assert "kernels" in mxquant.ops.explain("quantize", scheme, (8, 8))
+    assert mxquant.ops.explain("quantize", weight(8, 8), scheme, device_type="cpu").by == "cpu"
     for dtype in DTYPES:
         w = weight(9, 200, dtype=dtype)
         assert_same(mxquant.quantize(w, scheme), reference(mxquant.quantize, w, scheme))
@@ -267,13 +267,16 @@ def test_what_no_kernel_serves_is_left_to_the_reference_and_said():
         (QuantScheme(block=12), "blocks are 12"),
         (QuantScheme(block=(16, 1)), "blocks are 16x1"),
     ):
-        assert mxquant.ops.explain("quantize", scheme, (8, 64)).endswith(f"reference, because {why}")
         w = weight(8, 64)
+        assert mxquant.ops.explain("quantize", w, scheme, device_type="cpu") == ("reference", why)
         assert mxquant.quantize(w, scheme).shape == (8, 64)
-    assert "torch.float64" in mxquant.ops.explain("dequantize", QuantScheme(), (8, 64), dtype=torch.float64)
+    q = mxquant.quantize(weight(8, 64), QuantScheme())
+    wide = mxquant.ops.explain("dequantize", q.packed, q.scale, q.shape, q.scheme, torch.float64, device_type="cpu")
+    assert "torch.float64" in wide.why
 
 
 def test_an_environment_variable_turns_kernels_off(reference):
-    assert "MXQUANT_KERNELS" in reference(mxquant.ops.explain, "linear", QuantScheme(), (8, 64))
+    served = reference(mxquant.ops.explain, "quantize", weight(8, 64), QuantScheme(), device_type="cpu")
+    assert served == ("reference", "MXQUANT_KERNELS=reference")
     assert reference(mxquant.ops.backend, "cpu") is None
     assert mxquant.ops.backend("cpu").__name__ == "mxquant.kernels.cpu.backend"

@@ -13,8 +13,8 @@ from torch import nn
 import mxquant
 from mxquant.formats import ELEMENTS, PRESETS, SCALES, QuantScheme
 from mxquant.modules import QuantLinear
-from mxquant.numerics import scale_dtype
-from mxquant.ops import exact_in
+from mxquant.numerics import element_table, scale_dtype, scale_table
+from mxquant.ops import backend, exact_in
 from mxquant.qtensor import QTensor
 
 OPS = torch.ops.mxquant
@@ -24,6 +24,19 @@ PAIRS = [
     for block, global_scale in ((16, False), ((4, 8), True))
 ]
 SOME = [PRESETS["nvfp4"], PRESETS["mxfp4"], PRESETS["mxfp6"], QuantScheme(block=(4, 8)), QuantScheme(scale="bf16")]
+
+
+@pytest.fixture(scope="module", params=["reference", "kernels"], autouse=True)
+def implementation(request):
+    """Everything here holds for the PyTorch reference and for the compiled kernels alike."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "reference":
+            patch.setenv("MXQUANT_KERNELS", "reference")
+        else:
+            patch.delenv("MXQUANT_KERNELS", raising=False)
+            if backend("cpu") is None:
+                pytest.skip("no compiled kernels here")
+        yield
 
 
 def name_of(scheme: QuantScheme) -> str:
@@ -162,8 +175,6 @@ def test_exact_in_bf16_holds_for_every_code_and_normal_scale(scheme):
     if scheme.global_scale or not scheme.scale_format.coded:
         assert not exact_in(torch.bfloat16, scheme)
         return
-    from mxquant.numerics import element_table, scale_table
-
     elements, scales = element_table(scheme.element), scale_table(scheme.scale)
     products = (elements[elements.isfinite()][:, None] * scales[scales.isfinite()]).flatten()
     products = products[products.isfinite() & ((products == 0) | (products.abs() >= 2.0**-126))]

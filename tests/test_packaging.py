@@ -125,11 +125,13 @@ def test_the_package_builds_and_works_without_a_compiler(tmp_path):
     run(*install, tmp_path / "installed", wheel, cwd=tmp_path)
     program = (
         "import torch, mxquant, mxquant.ops\n"
-        "q = mxquant.quantize(torch.ones(4, 32), mxquant.QuantScheme())\n"
-        "print(mxquant.ops.explain('quantize', q.scheme, q.shape), q.dequantize().sum().item())"
+        "w = torch.ones(4, 32)\n"
+        "q = mxquant.quantize(w, mxquant.QuantScheme())\n"
+        "print(mxquant.ops.explain('quantize', w, q.scheme, device_type='cpu'), q.dequantize().sum().item())"
     )
     said = run(sys.executable, "-c", program, cwd=tmp_path, PYTHONPATH=str(tmp_path / "installed"))
-    assert "reference, because _native.so was not built" in said
+    assert "'reference'" in said
+    assert "_native.so was not built" in said
     assert said.rstrip().endswith("128.0")
 
 

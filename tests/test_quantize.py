@@ -17,7 +17,8 @@ from mxquant.errors import WeightError
 from mxquant.formats import ELEMENTS, PRESETS, SCALES, QuantScheme
 from mxquant.methods.rtn import QuantStats, RowQuantizer, quantize_chunks, quantize_tensor, tensor_amax
 from mxquant.numerics import element_table, scale_table
-from mxquant.packing import unpack
+from mxquant.ops import backend
+from mxquant.packing import pack, unpack
 from mxquant.qtensor import QTensor, dequantize_parts
 from mxquant.rng import derive_key, random_bits24
 from mxquant.scaling import global_scale_for
@@ -39,6 +40,19 @@ ALL_SCHEMES = [
     if rule != "four-over-six" or element == "fp4_e2m1"
 ]
 FP4_SCHEMES = [s for s in ALL_SCHEMES if s.element == "fp4_e2m1"]
+
+
+@pytest.fixture(scope="module", params=["reference", "kernels"], autouse=True)
+def implementation(request):
+    """Everything here holds for the PyTorch reference and for the compiled kernels alike."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "reference":
+            patch.setenv("MXQUANT_KERNELS", "reference")
+        else:
+            patch.delenv("MXQUANT_KERNELS", raising=False)
+            if backend("cpu") is None:
+                pytest.skip("no compiled kernels here")
+        yield
 
 
 def by_name(scheme: QuantScheme) -> str:
@@ -153,8 +167,6 @@ def test_every_code_with_every_scale_dequantizes_by_the_equation(element):
     codes = torch.arange(1 << fmt.bits)[element_table(element).isfinite()]
     codes = torch.cat([codes, codes.new_zeros(-len(codes) % 4)])
     columns = len(codes)
-    from mxquant.packing import pack
-
     for scale, f in SCALES.items():
         if not f.coded:
             continue
@@ -356,9 +368,10 @@ def test_a_power_of_two_moves_the_scales_and_nothing_else(scheme):
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_non_finite_weights_are_refused_by_name_and_place(value, dtype):
-    for scheme in (QuantScheme(), PRESETS["nvfp4"], PRESETS["mxfp4"], QuantScheme(block=(4, 8)), PRESETS["mxfp6"]):
+    clean = weight(700, 515).to(dtype)
+    for scheme in (QuantScheme(scale_rule="ceil"), PRESETS["nvfp4"], QuantScheme("fp6_e2m3", "e8m0", (4, 8))):
         for row, column in ((0, 0), (7, 33), (699, 514)):
-            w = weight(700, 515).to(dtype)
+            w = clean.clone()
             w[row, column] = value
             if (row, column) != (699, 514):
                 w[699, 514] = math.nan  # the first one is named

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from ctypes import byref, c_float
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -62,6 +62,15 @@ def why_not_linear(x: torch.Tensor, shape: tuple[int, int], scheme: QuantScheme)
     if x.numel() == 0:
         return "there are no activations"
     return _why_not_scheme(scheme, True)
+
+
+def why_not_linear_grad(grad: torch.Tensor, shape: tuple[int, int], scheme: QuantScheme) -> str | None:
+    return "the weight is decoded, by the kernel for that, and multiplied by PyTorch"
+
+
+def describe(operator: str, *arguments: Any) -> str:
+    """Which kernel serves a call that ``why_not_<operator>`` has no objection to."""
+    return f"mxquant.kernels.cpu: {operator} at level {L.level()}"
 
 
 def quantize(

@@ -108,7 +108,7 @@ def quantize_tensor(
     check_weight(weight, name)
     weight = weight.detach()
     if global_scale is not None:
-        global_scale = _check_global_scale(global_scale, scheme, name)
+        global_scale = check_global_scale(global_scale, scheme, name)
     elif scheme.global_scale:
         global_scale = global_scale_for(tensor_amax(weight), scheme)
     shape = (weight.shape[0], weight.shape[1])
@@ -117,7 +117,7 @@ def quantize_tensor(
         made = kernels.quantize(weight, scheme, derive_key(seed, name), global_scale)
         if made is None:
             raise _first_non_finite(weight, name)
-        return QTensor(*made, global_scale, shape, scheme)
+        return QTensor(made[0], made[1], global_scale, shape, scheme)
     packed = torch.empty(scheme.packed_shape(shape), dtype=torch.uint8, device=weight.device)
     scale = torch.empty(scheme.scale_shape(shape), dtype=scale_dtype(scheme.scale_format), device=weight.device)
     r = scheme.block_shape[0]
@@ -202,7 +202,7 @@ def check_weight(weight: torch.Tensor, name: str) -> None:
         raise WeightError(f"{name}: cannot quantize {str(weight.dtype).removeprefix('torch.')} weights; need {names}")
 
 
-def _check_global_scale(global_scale: torch.Tensor, scheme: QuantScheme, name: str) -> torch.Tensor:
+def check_global_scale(global_scale: torch.Tensor, scheme: QuantScheme, name: str) -> torch.Tensor:
     if not scheme.global_scale:
         raise WeightError(f"{name}: {scheme.name} has no global scale, but one was given")
     one = global_scale.dtype == torch.float32 and global_scale.numel() == 1

@@ -1,0 +1,183 @@
+"""How fast packed linear layers are: against the dense layer, and against what the machine can do.
+
+Ceilings are measured, not looked up: the bandwidth of a large copy and the speed of a large dense product.
+A packed product cannot be faster than its bytes at the one and its multiplications at the other.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from mxquant.errors import MXQuantError
+from mxquant.evals.plots import check_format
+from mxquant.formats import QuantScheme
+from mxquant.ops import explain, linear, quantize
+
+_SECONDS = 0.2  # of measuring, for each product
+
+
+@dataclass(frozen=True)
+class Shape:
+    """``count`` layers ``[n, k]`` of a model, by the name of the first."""
+
+    name: str
+    n: int
+    k: int
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Bytes a second that a copy reads and writes, and floating-point operations a second of a dense product."""
+
+    bandwidth: float
+    flops: float
+
+
+@dataclass(frozen=True)
+class Speed:
+    """One product ``[m, k] x [n, k]^T``, packed and dense; times in seconds, rates by the second.
+
+    ``bytes`` counts packed weight, scales, activations and result once each. ``of_ceiling``: the time that
+    the ceilings would allow over the time it took. ``error``: relative to the exact product with the
+    dequantized weight (Frobenius, float64).
+    """
+
+    name: str
+    m: int
+    n: int
+    k: int
+    served_by: str
+    why: str
+    seconds: float
+    dense_seconds: float
+    bytes: int
+    error: float
+    of_ceiling: float
+
+    @property
+    def flops(self) -> float:
+        return 2 * self.m * self.n * self.k / self.seconds
+
+    @property
+    def bandwidth(self) -> float:
+        return self.bytes / self.seconds
+
+    @property
+    def speedup(self) -> float:
+        return self.dense_seconds / self.seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        rates = {"flops": self.flops, "bandwidth": self.bandwidth, "speedup": self.speedup}
+        return asdict(self) | rates
+
+
+def model_shapes(model: str) -> list[Shape]:
+    """The different shapes of a model's linear layers, from its config alone (a folder or a hub id)."""
+    from mxquant.transformers.architectures import build_meta_model, inventory
+
+    found: dict[tuple[int, ...], list[str]] = {}
+    for parameter in inventory(build_meta_model(Path(model))):
+        if parameter.quantizable and parameter.tied_to is None:
+            found.setdefault(parameter.shape, []).append(parameter.module)
+    if not found:
+        raise MXQuantError(f"{model} has no linear layers that could be quantized")
+    return [Shape(names[0], n, k, len(names)) for (n, k), names in found.items()]
+
+
+def explain_shapes(
+    shapes: Sequence[Shape], rows: Sequence[int], scheme: QuantScheme, dtype: torch.dtype, device: torch.device
+) -> list[dict[str, Any]]:
+    """Which implementation serves each layer, and why; computes nothing."""
+    found = []
+    for shape in shapes:
+        for m in rows:
+            x = torch.empty(m, shape.k, dtype=dtype, device="meta")
+            by, why = explain("linear", x, (shape.n, shape.k), scheme, device_type=device.type)
+            found.append({**asdict(shape), "rows": m, "served_by": by, "why": why})
+    return found
+
+
+def measure_ceilings(dtype: torch.dtype, device: torch.device) -> Ceilings:
+    """A copy of 256 MiB (64 on a CPU) and a product of 8192 (1024) squared."""
+    gpu = device.type == "cuda"
+    source = torch.empty((256 if gpu else 64) << 20, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    size = 8192 if gpu else 1024
+    a = torch.randn(size, size, dtype=dtype, device=device)
+    copied = 2 * source.numel() / seconds(lambda: target.copy_(source), device)
+    return Ceilings(copied, 2 * size**3 / seconds(lambda: F.linear(a, a), device))
+
+
+def measure(
+    name: str, m: int, n: int, k: int, scheme: QuantScheme, dtype: torch.dtype, device: torch.device, top: Ceilings
+) -> Speed:
+    """Time one product with random weights and activations."""
+    generator = torch.Generator(device).manual_seed(0)
+    w = (torch.randn(n, k, generator=generator, device=device) * 0.02).to(dtype)
+    x = torch.randn(m, k, generator=generator, device=device).to(dtype)
+    q = quantize(w, scheme)
+    y = linear(x, q)
+    some = torch.arange(0, n, max(1, n // 256), device=device)
+    exact = x.double() @ q.dequantize()[some].double().T
+    error = float((y[:, some].double() - exact).norm() / exact.norm())
+    taken = seconds(lambda: linear(x, q), device)
+    dense = seconds(lambda: F.linear(x, w), device)
+    size = q.nbytes + x.numel() * x.element_size() + y.numel() * y.element_size()
+    by, why = explain("linear", x, (n, k), scheme, device_type=device.type)
+    ideal = max(size / top.bandwidth, 2 * m * n * k / top.flops)
+    return Speed(name, m, n, k, by, why, taken, dense, size, error, ideal / taken)
+
+
+def seconds(function: Callable[[], object], device: torch.device) -> float:
+    """Median time of a call; on a GPU with its caches cleared in between."""
+    function()
+    if device.type != "cuda":
+        times: list[float] = []
+        while len(times) < 3 or (sum(times) < _SECONDS and len(times) < 1000):
+            start = time.perf_counter()
+            function()
+            times.append(time.perf_counter() - start)
+        return median(times)
+    flush = torch.empty(256 << 20, dtype=torch.uint8, device=device)
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(30)]
+    for _ in range(5):
+        function()
+    for start_event, end_event in events:
+        flush.zero_()
+        start_event.record()
+        function()
+        end_event.record()
+    torch.cuda.synchronize(device)
+    return median(a.elapsed_time(b) for a, b in events) / 1000
+
+
+def plot_roofline(results: Sequence[Speed], top: Ceilings, path: Path, title: str) -> None:
+    """Operations a second over operations a byte, under the roof of the measured ceilings."""
+    check_format(path)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axis = figure.subplots()
+    intensity = [2 * r.m * r.n * r.k / r.bytes for r in results]
+    low, ridge = min(intensity) / 2, top.flops / top.bandwidth
+    xs = [low, ridge, max(*intensity, ridge) * 2]
+    axis.plot(xs, [min(top.flops, x * top.bandwidth) / 1e12 for x in xs], color="#555555", label="measured ceilings")
+    colors = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+    for number, m in enumerate(dict.fromkeys(r.m for r in results)):
+        chosen = [(i, r) for i, r in zip(intensity, results, strict=True) if r.m == m]
+        color = colors[number % len(colors)]
+        axis.scatter([i for i, _ in chosen], [r.flops / 1e12 for _, r in chosen], label=f"{m} rows", color=color)
+    axis.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="TFLOP/s", title=title)
+    axis.legend()
+    figure.savefig(path, dpi=150)

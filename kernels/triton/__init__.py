@@ -1,0 +1,1 @@
+"""Triton kernels for NVIDIA and AMD GPUs; ``mxquant.kernels.triton.backend`` is the door."""

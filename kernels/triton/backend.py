@@ -1,0 +1,165 @@
+"""The Triton kernels as operators, and the rules of what they serve.
+
+``why_not_*`` answers None where a kernel serves the call, else the rule in one sentence; then the
+PyTorch reference runs. Triton and the kernels are imported at the first call, not with this module.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from mxquant.formats import QuantScheme
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_SCALES = ("e8m0", "e4m3", "ue5m3", "ue5m3-61440")
+_OLDEST = (8, 0)
+_TILES = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+def unavailable() -> str | None:
+    """Why there are no Triton kernels in this environment; None if there are."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    return None
+
+
+def why_not_dequantize(
+    packed: torch.Tensor, scale: torch.Tensor, shape: tuple[int, int], scheme: QuantScheme, dtype: torch.dtype
+) -> str | None:
+    if dtype not in _DTYPES:
+        return f"the Triton kernels write fp32, bf16 and fp16, not {dtype}"
+    if not (packed.is_contiguous() and scale.is_contiguous()):
+        return "the Triton kernels read packed bytes and scales that are contiguous"
+    return _why_not_scheme(scheme) or _why_not_device(packed.device)
+
+
+def dequantize(
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    shape: tuple[int, int],
+    scheme: QuantScheme,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    from mxquant.kernels.triton.dequantize import plan
+
+    out = torch.empty(shape, dtype=dtype, device=packed.device)
+    if out.numel():
+        plan(packed, scale, global_scale, out, scheme).run()
+    return out
+
+
+def why_not_linear(x: torch.Tensor, shape: tuple[int, int], scheme: QuantScheme) -> str | None:
+    if x.dtype not in _DTYPES:
+        return f"the Triton kernels take fp32, bf16 and fp16 activations, not {x.dtype}"
+    return _why_not_scheme(scheme) or _why_not_device(x.device)
+
+
+def linear(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    shape: tuple[int, int],
+    scheme: QuantScheme,
+) -> torch.Tensor:
+    from mxquant.kernels.triton.linear import plan
+    from mxquant.kernels.triton.tuning import choose
+
+    rows, out = _rows(x, shape[1]), x.new_empty(*x.shape[:-1], shape[0])
+    if out.numel():
+        parts = (rows, packed.contiguous(), scale.contiguous(), global_scale, bias, out.view(-1, shape[0]), scheme)
+        for launch in plan(*parts, choose(*parts)):
+            launch.run()
+    return out
+
+
+def why_not_linear_grad(grad: torch.Tensor, shape: tuple[int, int], scheme: QuantScheme) -> str | None:
+    return why_not_linear(grad, shape, scheme)
+
+
+def linear_grad(
+    grad: torch.Tensor,
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    shape: tuple[int, int],
+    scheme: QuantScheme,
+) -> torch.Tensor:
+    from mxquant.kernels.triton.gradient import plan
+
+    rows, out = _rows(grad, shape[0]), grad.new_empty(*grad.shape[:-1], shape[1])
+    if out.numel():
+        parts = (rows, packed.contiguous(), scale.contiguous(), global_scale)
+        plan(*parts, out.view(-1, shape[1]), scheme).run()
+    return out
+
+
+def why_not_quantize(weight: torch.Tensor, scheme: QuantScheme) -> str | None:
+    if not weight.is_contiguous():
+        return "the Triton kernels quantize weights that are contiguous"
+    r, c = scheme.block_shape
+    if r not in _TILES or c not in _TILES or r * c < 8 or r * c > 4096:
+        return "the Triton kernels quantize blocks whose sides are powers of two, of 8 to 4096 elements"
+    return _why_not_scheme(scheme) or _why_not_device(weight.device)
+
+
+def quantize(
+    weight: torch.Tensor, scheme: QuantScheme, seed_key: int, global_scale: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Packed elements and stored scales; None if something is not finite."""
+    from mxquant.kernels.triton.quantize import plan
+    from mxquant.methods.rtn import tensor_amax
+    from mxquant.numerics import scale_dtype
+
+    if not bool(tensor_amax(weight).isfinite()):
+        return None
+    shape = (weight.shape[0], weight.shape[1])
+    packed = torch.empty(scheme.packed_shape(shape), dtype=torch.uint8, device=weight.device)
+    scale = torch.empty(scheme.scale_shape(shape), dtype=torch.uint8, device=weight.device)
+    plan(weight, packed, scale, global_scale, scheme, seed_key).run()
+    return packed, scale.view(scale_dtype(scheme.scale_format))
+
+
+def describe(operator: str, *arguments: Any) -> str:
+    """Which kernel serves a call that ``why_not_<operator>`` has no objection to."""
+    if operator != "linear":
+        return f"{operator} kernel"
+    x, _, scheme = arguments
+    rows = x.numel() // x.shape[-1]
+    kernel = "GEMV, fp32 arithmetic" if rows == 1 else "split-K tensor-core product" if rows <= 16 else "tiled GEMM"
+    c = scheme.block_shape[1]
+    return kernel + ("" if c & (c - 1) == 0 else f"; one scale is read a byte, as {c} is no power of two")
+
+
+def _rows(x: torch.Tensor, columns: int) -> torch.Tensor:
+    """``[..., columns]`` as a matrix with contiguous rows, copied only if it has none."""
+    rows = x.reshape(-1, columns)
+    return rows if rows.stride(1) == 1 or columns == 1 else rows.contiguous()
+
+
+def _why_not_scheme(scheme: QuantScheme) -> str | None:
+    if scheme.element != "fp4_e2m1":
+        return f"the Triton kernels decode fp4_e2m1 elements, not {scheme.element}"
+    if scheme.scale not in _SCALES:
+        return f"the Triton kernels decode 8-bit scales, not {scheme.scale}"
+    return None
+
+
+def _why_not_device(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return None  # Triton's interpreter, or a question about shapes alone
+    return _why_not_gpu(device.index if device.index is not None else torch.cuda.current_device())
+
+
+@lru_cache(maxsize=16)
+def _why_not_gpu(index: int) -> str | None:
+    capability = torch.cuda.get_device_capability(index)
+    if torch.version.hip is None and capability < _OLDEST:
+        return f"the Triton kernels need compute capability 8.0, not {capability[0]}.{capability[1]}"
+    return None
