@@ -225,7 +225,7 @@ def _dense(layer: QuantLinear, dtype: torch.dtype, transposed: bool) -> nn.Modul
         else:
             dense = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
     dense.weight = nn.Parameter(weight.t().contiguous() if transposed else weight)
-    if layer.bias is not None:
+    if isinstance(layer.bias, torch.Tensor):
         dense.bias = nn.Parameter(layer.bias.detach().to(dtype))
     return dense.train(layer.training)
 
