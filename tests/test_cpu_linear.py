@@ -29,6 +29,15 @@ SCHEMES = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def one_thread():  # type: ignore[no-untyped-def]
+    """Small tensors, where other work keeps the cores busy, would wait for threads more than compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(params=LEVELS)
 def level(request):  # type: ignore[no-untyped-def]
     L.set_level(request.param)
@@ -170,6 +179,7 @@ class _Rows(torch.utils.data.Dataset):
 
 
 def test_kernels_work_in_forked_workers_after_they_ran_with_threads():
+    torch.set_num_threads(2)
     q = weight(1024, 1024, QuantScheme())
     x = torch.ones(1024)
     expected = mxquant.linear(x, q)
