@@ -245,3 +245,15 @@ def test_offsets_past_two_to_the_31_reach_the_right_bytes(rows):
     (launch,) = linear.plan(x, packed, scale, None, None, out, scheme, config)
     only_program(launch, n // 16 - 1)
     assert_close(out[:, -16:].clone(), x.double() @ small.dequantize().double().T)
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+def test_fp4_times_fp4_is_the_product_of_the_dequantized(name):
+    from mxquant.kernels.triton import native
+
+    scheme = QuantScheme.preset(name)
+    x, w = quantize_tensor(torch.randn(19, 320), scheme), quantized(scheme, (70, 320))
+    bias, out = torch.randn(70), torch.empty(19, 70)
+    parts = [(q.packed, q.scale, q.global_scale) for q in (x, w)]
+    native.plan(*parts, bias, out, scheme).run()
+    assert_close(out, x.dequantize().double() @ w.dequantize().double().T + bias.double())

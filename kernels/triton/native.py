@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from mxquant.formats import QuantScheme
-from mxquant.kernels.triton.decode import rounded
+from mxquant.kernels.triton.decode import E4M3, E8M0, INTERPRETED, power_of_two, rounded, scaled_pair
 from mxquant.kernels.triton.launch import Launch
 from mxquant.kernels.triton.matmul import finish
 from mxquant.kernels.triton.tiles import swizzled
@@ -65,8 +65,13 @@ def native_kernel(
             inside = (start + byte < row_bytes)[None, :]
             x, w = tl.load(x_at + start, mask=inside, other=0), tl.load(w_at + start, mask=inside, other=0)
             here = (start // (BLOCK // 2) + block < scale_columns)[None, :]
-            x_scale, w_scale = tl.load(x_scale_at, mask=here, other=0), tl.load(w_scale_at, mask=here, other=0)
-        acc = tl.dot_scaled(x, x_scale, _E2M1, w.trans(), w_scale, _E2M1, acc)
+            x_scale = tl.load(x_scale_at, mask=here, other=0.0)
+            w_scale = tl.load(w_scale_at, mask=here, other=0.0)
+        if INTERPRETED:  # has no such product; this one checks all around it
+            dense_x = _decoded(x, x_scale, TILE_M, TILE_K, BLOCK)
+            acc = tl.dot(dense_x, _decoded(w, w_scale, TILE_N, TILE_K, BLOCK).trans(), acc, input_precision="ieee")
+        else:
+            acc = tl.dot_scaled(x, x_scale, _E2M1, w.trans(), w_scale, _E2M1, acc)
         x_scale_at += COUNT
         w_scale_at += COUNT
     acc = finish(finish(acc, x_global_ptr, 0), global_ptr, 0)
@@ -74,6 +79,16 @@ def native_kernel(
         acc += tl.load(bias_ptr + row_n).to(tl.float32)[None, :]
     out = out_ptr + m[:, None] * N + n[None, :]
     tl.store(out, rounded(acc, out_ptr.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
+
+
+@triton.jit
+def _decoded(byte, scale, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    """fp32 numbers ``[ROWS, COLUMNS]`` of packed bytes and block scales."""
+    LAYOUT: tl.constexpr = E8M0 if BLOCK == 32 else E4M3
+    code = scale.to(tl.uint8, bitcast=True).to(tl.int32)
+    byte = byte.to(tl.int32).reshape(ROWS, COLUMNS // BLOCK, BLOCK // 2)
+    low, high = scaled_pair(byte, code[:, :, None], LAYOUT, 18, False)
+    return tl.join(low, high).reshape(ROWS, COLUMNS) * power_of_two(18)
 
 
 def plan(
