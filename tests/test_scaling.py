@@ -34,6 +34,33 @@ def rule_codes(amax: np.ndarray, element: str, scale: str, rule: str, global_sca
     return block_scales(column.view(-1, 1, 1, 1), column, scheme, global_scale).view(-1).numpy().astype(np.int64)
 
 
+# Blocks
+
+
+@pytest.mark.parametrize(
+    "block", [(1, n) for n in (2, 3, 5, 7, 8, 13, 16, 31)] + [(3, 5), (4, 4), (5, 1), (2, 9)], ids=str
+)
+def test_blocks_are_cut_reduced_and_summed_as_numpy_does(block):
+    r, c = block
+    rows, columns = 4 * r + (r > 1), 3 * c + 1  # partial blocks at both edges
+    x = torch.randint(-999, 999, (rows, columns), generator=torch.Generator().manual_seed(0)).float()
+    padded = np.zeros((-(-rows // r) * r, -(-columns // c) * c), np.float32)
+    padded[:rows, :columns] = x.numpy()
+    expected = padded.reshape(padded.shape[0] // r, r, padded.shape[1] // c, c).transpose(0, 2, 1, 3)
+    blocks = B.split(x, block)
+    assert np.array_equal(B.amax(blocks).numpy(), np.abs(expected).max((2, 3)))
+    columns_of = B.as_columns(blocks)
+    assert np.array_equal(columns_of.numpy(), expected.reshape(-1, r * c).T)
+    assert np.array_equal(B.ordered_sum(columns_of).numpy(), expected.sum((2, 3)).reshape(-1))
+    for row, column in ((0, 0), (rows - 1, columns - 1), (0, c - 1), (r - 1, 0)):
+        for bad in (math.nan, math.inf, -math.inf):
+            y = x.clone()
+            y[row, column] = bad
+            finite = B.amax(B.split(y, block)).isfinite()
+            assert (~finite).sum() == 1
+            assert not finite[row // r, column // c]
+
+
 # Power-of-two scales
 
 
