@@ -408,6 +408,7 @@ def test_parameters_that_want_gradients_are_quantized_without_any(scheme):
     w = weight(4, 32)
     q = mxquant.quantize(torch.nn.Parameter(w), scheme)
     assert same_bytes(q, mxquant.quantize(w, scheme))
+    assert same_bytes(q, quantize_tensor(torch.nn.Parameter(w), scheme))
     assert not any(t.requires_grad for t in (q.packed, q.scale, q.dequantize()))
     with torch.inference_mode():
         assert same_bytes(q, mxquant.quantize(w, scheme))
@@ -487,6 +488,14 @@ def test_statistics_equal_those_of_the_dequantized_weight():
             assert (stats.zero_scales > 0) == lost.any()
     assert QuantStats().relative_error == 0
     assert QuantStats().sqnr_db == math.inf
+
+
+def test_only_what_passes_the_largest_element_counts_as_saturated():
+    w = torch.zeros(1, 64)
+    w[0, ::16] = torch.tensor([6.0, -6.0, 6.0 + 2**-20, -7.9])  # one block each, all with scale 1
+    scheme = QuantScheme("fp4_e2m1", "e8m0", 16, scale_rule="floor")
+    stats = RowQuantizer(w, scheme, seed=0, name="w", global_scale=None, with_stats=True)(0).stats
+    assert stats.saturated == 2
 
 
 @pytest.mark.parametrize("element", ELEMENTS)
