@@ -257,3 +257,12 @@ def test_fp4_times_fp4_is_the_product_of_the_dequantized(name):
     parts = [(q.packed, q.scale, q.global_scale) for q in (x, w)]
     native.plan(*parts, bias, out, scheme).run()
     assert_close(out, x.dequantize().double() @ w.dequantize().double().T + bias.double())
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_quantize_notices_one_weight_that_is_not_finite(value):
+    w = weight()
+    w[70, 600] = value
+    assert backend.quantize(w, scheme_for("ue5m3", 16, False), 0, None) is None
+    w[70, 600] = 3e38
+    assert backend.quantize(w, scheme_for("ue5m3", 16, False), 0, None) is not None

@@ -112,17 +112,22 @@ def why_not_quantize(weight: torch.Tensor, scheme: QuantScheme) -> str | None:
 def quantize(
     weight: torch.Tensor, scheme: QuantScheme, seed_key: int, global_scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Packed elements and stored scales; None if something is not finite."""
+    """Packed elements and stored scales; None if something is not finite.
+
+    That is one number read back from the device, which a CUDA graph cannot do: while one is captured
+    nothing is checked.
+    """
     from mxquant.kernels.triton.quantize import plan
-    from mxquant.methods.rtn import tensor_amax
     from mxquant.numerics import scale_dtype
 
-    if not bool(tensor_amax(weight).isfinite()):
-        return None
     shape = (weight.shape[0], weight.shape[1])
     packed = torch.empty(scheme.packed_shape(shape), dtype=torch.uint8, device=weight.device)
     scale = torch.empty(scheme.scale_shape(shape), dtype=torch.uint8, device=weight.device)
-    plan(weight, packed, scale, global_scale, scheme, seed_key).run()
+    bad = torch.zeros(1, dtype=torch.int32, device=weight.device)
+    plan(weight, packed, scale, global_scale, bad, scheme, seed_key).run()
+    capturing = weight.is_cuda and torch.cuda.is_current_stream_capturing()
+    if not capturing and bool(bad):
+        return None
     return packed, scale.view(scale_dtype(scheme.scale_format))
 
 

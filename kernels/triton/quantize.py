@@ -24,6 +24,7 @@ def quantize_kernel(
     packed_ptr,
     scale_ptr,
     global_ptr,
+    bad_ptr,
     N,
     K,
     row_bytes,
@@ -40,7 +41,9 @@ def quantize_kernel(
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
-    """``[TILE_N, TILE_K]`` weights, a whole number of blocks each way. The weight must be finite."""
+    """``[TILE_N, TILE_K]`` weights, a whole number of blocks each way.
+
+    ``bad``: int32 ``[1]``, set to 1 if a weight is not finite; the rest of the results means nothing then."""
     UP: tl.constexpr = TILE_N // BLOCK_ROWS
     ACROSS: tl.constexpr = TILE_K // BLOCK_COLUMNS
     row = tl.program_id(0).to(tl.int64) * TILE_N + tl.arange(0, TILE_N)
@@ -49,6 +52,8 @@ def quantize_kernel(
     inside = (row < N)[:, None] & (column < K)[None, :]
     x = tl.load(weight_ptr + index, mask=inside, other=0.0).to(tl.float32)
 
+    bad = tl.max(tl.max(tl.where(tl.abs(x) < float("inf"), 0, 1), 1), 0)
+    tl.store(bad_ptr, 1, mask=bad > 0)
     magnitude = _by_block(tl.abs(x), UP, BLOCK_ROWS, ACROSS, BLOCK_COLUMNS)
     amax = tl.max(magnitude, 1)
     code = block_codes(magnitude, amax, global_ptr, LAYOUT, RULE, MAX_CODE)
@@ -109,10 +114,13 @@ def plan(
     packed: torch.Tensor,
     scale: torch.Tensor,
     global_scale: torch.Tensor | None,
+    bad: torch.Tensor,
     scheme: QuantScheme,
     key: int,
 ) -> Launch:
-    """The launch that fills ``packed`` and ``scale`` (uint8 codes) from a finite weight ``[N, K]``.
+    """The launch that fills ``packed`` and ``scale`` (uint8 codes) from a weight ``[N, K]``.
+
+    ``bad``: int32 ``[1]``, zero; becomes 1 if a weight is not finite.
 
     ``key``: the 64-bit key of :func:`mxquant.rng.derive_key`.
     """
@@ -128,6 +136,7 @@ def plan(
             "packed_ptr": packed,
             "scale_ptr": scale,
             "global_ptr": global_scale,
+            "bad_ptr": bad,
             "N": rows,
             "K": columns,
             "row_bytes": packed.shape[1],
