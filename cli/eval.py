@@ -155,9 +155,9 @@ def publish(report: Report, options: dict[str, Any]) -> None:
 
 def print_tables(report: Report) -> None:
     """The tables and what they were measured on, to standard output."""
-    from rich.console import Console
+    from mxquant.cli.tables import new_console
 
-    out = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+    out = new_console(_PIPE_WIDTH)
     for table in report.tables(out.width):
         out.print(table)
     if note := report.footnote():

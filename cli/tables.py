@@ -11,6 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from mxquant.checkpoint.native import with_wildcards
 from mxquant.cli.common import human_bytes
 
 if TYPE_CHECKING:
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
 _PIPE_WIDTH = 132
 
 
-def new_console() -> Console:
-    return Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+def new_console(pipe_width: int = _PIPE_WIDTH) -> Console:
+    """Standard output: as wide as the terminal, or ``pipe_width`` where it is none."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else pipe_width)
 
 
 def new_table(title: str, left: tuple[str, ...], right: tuple[str, ...]) -> Table:
@@ -123,6 +125,5 @@ def _alike(tensors: list[TensorPlan]) -> list[tuple[str, list[TensorPlan]]]:
     """Tensors whose names differ in numbers only and that share shape, dtype and fate."""
     groups: dict[tuple[object, ...], list[TensorPlan]] = defaultdict(list)
     for t in tensors:
-        pattern = ".".join("*" if part.isdecimal() else part for part in t.name.split("."))
-        groups[pattern, t.shape, t.dtype, t.scheme, t.reason].append(t)
+        groups[with_wildcards(t.name), t.shape, t.dtype, t.scheme, t.reason].append(t)
     return [(str(key[0]) if len(members) > 1 else members[0].name, members) for key, members in groups.items()]

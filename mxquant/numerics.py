@@ -73,8 +73,7 @@ def encode_magnitude(x: torch.Tensor, fmt: ElementFormat | ScaleFormat, up: bool
     exponent, inverse_step = exponent_and_step(x, fmt.min_exponent, fmt.mantissa_bits)
     steps = x * inverse_step
     rounded = steps.ceil_() if up else steps.round_()
-    codes = ((exponent - fmt.min_exponent) << fmt.mantissa_bits) + rounded.to(torch.int32)
-    return codes.clamp_(max=fmt.max_code)
+    return ((exponent - fmt.min_exponent) << fmt.mantissa_bits) + rounded.to(torch.int32)
 
 
 def encode_scale(x: torch.Tensor, fmt: ScaleFormat, up: bool = False) -> torch.Tensor:

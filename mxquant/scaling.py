@@ -79,8 +79,8 @@ def block_scales(
     if not fmt.coded:
         return _float_scales(amax, element, fmt, global_scale)
     if fmt.exponent_only:
-        largest = _largest_power_of_two(element, fmt)
-        start = _power_of_two_codes(amax, element, fmt, "floor" if rule == "search" else rule, global_scale)
+        largest = largest_power_of_two(element, fmt)
+        start = _power_of_two_codes(amax, element, fmt, rule, global_scale)
         if rule == "search":
             candidates = [_shifted(start, offset, 0, largest) for offset in SEARCH_BINADES]
             start = _search(blocks, amax, scheme, global_scale, candidates)
@@ -124,29 +124,35 @@ def _float_scales(
     return encode_scale(_quotient(amax, element.max, global_scale).clamp(max=largest), fmt)
 
 
-def _largest_power_of_two(element: ElementFormat, fmt: ScaleFormat) -> int:
+def largest_power_of_two(element: ElementFormat, fmt: ScaleFormat) -> int:
     """The largest code whose scale times the largest element is finite in fp32."""
-    return fmt.max_code - math.floor(math.log2(element.max))
+    return fmt.max_code - element.max_exponent
+
+
+def power_of_two_carry(element: ElementFormat, rule: str) -> int:
+    """What a rule for power-of-two scales adds to the fp32 bits of ``amax``.
+
+    The carry into the exponent does the rounding: with the mantissa of a threshold T,
+    ``bits + (0x7FFFFF - mantissa(T))`` moves up to the next binade exactly the values whose mantissa
+    is above T's. ``search`` starts from ``floor``.
+    """
+    half_a_step = 2.0 ** (element.max_exponent - element.mantissa_bits) / 2
+    return {
+        "floor": 0,
+        "search": 0,
+        "ceil": 0x7FFFFF,
+        "even": 1 << (22 - element.mantissa_bits),
+        "rceil": 0x7FFFFF - _mantissa(element.max),
+        "oas": 0x7FFFFF - _mantissa(element.max + half_a_step),
+    }[rule]
 
 
 def _power_of_two_codes(
     amax: torch.Tensor, element: ElementFormat, fmt: ScaleFormat, rule: str, global_scale: torch.Tensor | None
 ) -> torch.Tensor:
-    """Each rule is one constant added to amax's fp32 bits, so that the carry into the exponent
-    does the rounding: with the mantissa of a threshold T, ``bits + (0x7FFFFF - mantissa(T))``
-    moves up to the next binade exactly the values whose mantissa is above T's."""
-    exponent = math.floor(math.log2(element.max))
-    step = 2.0 ** (exponent - element.mantissa_bits)
-    carry = {
-        "floor": 0,
-        "ceil": 0x7FFFFF,
-        "even": 1 << (22 - element.mantissa_bits),
-        "rceil": 0x7FFFFF - _mantissa(element.max),
-        "oas": 0x7FFFFF - _mantissa(element.max + step / 2),
-    }[rule]
     scaled = amax if global_scale is None else amax * global_scale
-    codes = ((scaled.view(torch.int32) + carry) >> 23) - exponent
-    return codes.clamp_(0, _largest_power_of_two(element, fmt)).to(torch.uint8)
+    codes = ((scaled.view(torch.int32) + power_of_two_carry(element, rule)) >> 23) - element.max_exponent
+    return codes.clamp_(0, largest_power_of_two(element, fmt)).to(torch.uint8)
 
 
 def _mantissa(value: float) -> int:

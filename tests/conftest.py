@@ -73,3 +73,29 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
         return made[key]
 
     return make
+
+
+@pytest.fixture(scope="module", params=["reference", "kernels"])
+def implementation(request):
+    """For tests that hold for the PyTorch reference and for the compiled kernels alike."""
+    from mxquant.ops import backend
+
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "reference":
+            patch.setenv("MXQUANT_KERNELS", "reference")
+        else:
+            patch.delenv("MXQUANT_KERNELS", raising=False)
+            if backend("cpu") is None:
+                pytest.skip("no compiled kernels here")
+        yield
+
+
+@pytest.fixture
+def one_thread():  # type: ignore[no-untyped-def]
+    """Small tensors, where other work keeps the cores busy, would wait for threads more than compute."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

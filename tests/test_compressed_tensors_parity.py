@@ -18,7 +18,6 @@ import mxquant
 from mxquant.checkpoint.compressed_tensors import stored_scale
 from mxquant.formats import PRESETS, QuantScheme
 from mxquant.numerics import effective_scale
-from mxquant.ops import backend
 from mxquant.packing import pack, unpack
 from mxquant.qtensor import QTensor
 
@@ -27,17 +26,7 @@ MXFP4 = QuantScheme.preset("mxfp4", scale_rule="even")
 COMPRESSORS = {"nvfp4": NVFP4PackedCompressor, "mxfp4": MXFP4PackedCompressor}
 
 
-@pytest.fixture(scope="module", params=["reference", "kernels"], autouse=True)
-def implementation(request):
-    """Everything here holds for the PyTorch reference and for the compiled kernels alike."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "reference":
-            patch.setenv("MXQUANT_KERNELS", "reference")
-        else:
-            patch.delenv("MXQUANT_KERNELS", raising=False)
-            if backend("cpu") is None:
-                pytest.skip("no compiled kernels here")
-        yield
+pytestmark = pytest.mark.usefixtures("implementation")
 
 
 def arguments(kind: str) -> QuantizationArgs:

@@ -29,13 +29,7 @@ SCHEMES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():  # type: ignore[no-untyped-def]
-    """Small tensors, where other work keeps the cores busy, would wait for threads more than compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(params=LEVELS)

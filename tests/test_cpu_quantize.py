@@ -36,13 +36,7 @@ def by_name(scheme: QuantScheme) -> str:
     return f"{scheme.name}-{scheme.scale_rule}"
 
 
-@pytest.fixture(autouse=True)
-def one_thread():  # type: ignore[no-untyped-def]
-    """Small tensors, where other work keeps the cores busy, would wait for threads more than compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(params=LEVELS)

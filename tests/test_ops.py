@@ -14,7 +14,7 @@ import mxquant
 from mxquant.formats import ELEMENTS, PRESETS, SCALES, QuantScheme
 from mxquant.modules import QuantLinear
 from mxquant.numerics import element_table, scale_dtype, scale_table
-from mxquant.ops import backend, exact_in
+from mxquant.ops import exact_in
 from mxquant.qtensor import QTensor
 
 OPS = torch.ops.mxquant
@@ -26,17 +26,7 @@ PAIRS = [
 SOME = [PRESETS["nvfp4"], PRESETS["mxfp4"], PRESETS["mxfp6"], QuantScheme(block=(4, 8)), QuantScheme(scale="bf16")]
 
 
-@pytest.fixture(scope="module", params=["reference", "kernels"], autouse=True)
-def implementation(request):
-    """Everything here holds for the PyTorch reference and for the compiled kernels alike."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "reference":
-            patch.setenv("MXQUANT_KERNELS", "reference")
-        else:
-            patch.delenv("MXQUANT_KERNELS", raising=False)
-            if backend("cpu") is None:
-                pytest.skip("no compiled kernels here")
-        yield
+pytestmark = pytest.mark.usefixtures("implementation")
 
 
 def name_of(scheme: QuantScheme) -> str:

@@ -17,7 +17,6 @@ from mxquant.errors import WeightError
 from mxquant.formats import ELEMENTS, PRESETS, SCALES, QuantScheme
 from mxquant.methods.rtn import QuantStats, RowQuantizer, quantize_chunks, quantize_tensor, tensor_amax
 from mxquant.numerics import element_table, scale_table
-from mxquant.ops import backend
 from mxquant.packing import pack, unpack
 from mxquant.qtensor import QTensor, dequantize_parts
 from mxquant.rng import derive_key, random_bits24
@@ -42,17 +41,7 @@ ALL_SCHEMES = [
 FP4_SCHEMES = [s for s in ALL_SCHEMES if s.element == "fp4_e2m1"]
 
 
-@pytest.fixture(scope="module", params=["reference", "kernels"], autouse=True)
-def implementation(request):
-    """Everything here holds for the PyTorch reference and for the compiled kernels alike."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "reference":
-            patch.setenv("MXQUANT_KERNELS", "reference")
-        else:
-            patch.delenv("MXQUANT_KERNELS", raising=False)
-            if backend("cpu") is None:
-                pytest.skip("no compiled kernels here")
-        yield
+pytestmark = pytest.mark.usefixtures("implementation")
 
 
 def by_name(scheme: QuantScheme) -> str:

@@ -12,18 +12,17 @@ Everything else is left to the reference. The bytes are the same either way.
 
 from __future__ import annotations
 
-import math
 from ctypes import byref, c_float
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
-from mxquant.formats import ElementFormat, QuantScheme
+from mxquant.formats import QuantScheme
 from mxquant.kernels.cpu import library as L
 from mxquant.methods.rtn import QuantStats
 from mxquant.numerics import element_table, scale_dtype
-from mxquant.scaling import SEARCH_BINADES, SEARCH_CODES
+from mxquant.scaling import SEARCH_BINADES, SEARCH_CODES, largest_power_of_two, power_of_two_carry
 
 _MANTISSA_RULES = {"absmax": 0, "absmax-nonzero": 1, "ceil": 2, "four-over-six": 3, "search": 4}
 _CARRY, _RCEIL, _POWER_SEARCH = 5, 6, 7
@@ -185,28 +184,13 @@ def _why_not_scheme(scheme: QuantScheme, fp4_only: bool) -> str | None:
 
 @lru_cache(maxsize=256)
 def _rule(scheme: QuantScheme) -> _Rule:
-    """What the library calls the scheme's rule; for powers of two see ``scaling._power_of_two_codes``."""
+    """What the library calls the scheme's rule; for powers of two see :func:`mxquant.scaling.power_of_two_carry`."""
     fmt, rule = scheme.scale_format, str(scheme.scale_rule)
     if not fmt.exponent_only:
         return _Rule(_MANTISSA_RULES[rule], offsets=SEARCH_CODES)
-    carry = {
-        "floor": 0,
-        "search": 0,
-        "ceil": 0x7FFFFF,
-        "even": 1 << (22 - scheme.element_format.mantissa_bits),
-        "rceil": 0x7FFFFF - _mantissa(scheme.element_format.max),
-        "oas": 0x7FFFFF - _mantissa(_half_a_step_above(scheme.element_format)),
-    }[rule]
     number = {"rceil": _RCEIL, "search": _POWER_SEARCH}.get(rule, _CARRY)
-    return _Rule(number, carry, fmt.max_code - scheme.element_format.max_exponent, SEARCH_BINADES)
-
-
-def _half_a_step_above(element: ElementFormat) -> float:
-    return element.max + 2.0 ** (element.max_exponent - element.mantissa_bits) / 2
-
-
-def _mantissa(value: float) -> int:
-    return int((math.frexp(value)[0] * 2 - 1) * (1 << 23))
+    element = scheme.element_format
+    return _Rule(number, power_of_two_carry(element, rule), largest_power_of_two(element, fmt), SEARCH_BINADES)
 
 
 def _format(scheme: QuantScheme, global_scale: float) -> L.ScaleFormat:

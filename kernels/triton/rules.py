@@ -11,8 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mxquant.formats import SCALES
+from mxquant.formats import ELEMENTS, SCALES
 from mxquant.kernels.triton.decode import E4M3, E8M0, decode_scale
+from mxquant.scaling import largest_power_of_two, power_of_two_carry
 
 # Codes of the rules, by name: what kernels are specialized on.
 RULES = {
@@ -23,10 +24,9 @@ RULES = {
 }
 FLOOR, CEIL, EVEN, RCEIL, OAS, SEARCH, ABSMAX, NONZERO, FOUR_OVER_SIX = (tl.constexpr(v) for v in RULES.values())
 
-# Added to the bits of amax, so that the carry into the exponent rounds: 0x7FFFFF less the mantissa of
-# the largest value that is not rounded up (6 for rceil, 7 for oas).
-_CARRY = tl.constexpr((0, 0x7FFFFF, 1 << 21, 0x3FFFFF, 0x1FFFFF))
-_LARGEST_E8M0 = tl.constexpr(SCALES["e8m0"].max_code - 2)
+_E2M1 = ELEMENTS["fp4_e2m1"]
+_CARRY = tl.constexpr(tuple(power_of_two_carry(_E2M1, rule) for rule in ("floor", "ceil", "even", "rceil", "oas")))
+_LARGEST_E8M0 = tl.constexpr(largest_power_of_two(_E2M1, SCALES["e8m0"]))
 _ROUNDER = tl.constexpr(1.5 * 2.0**23)
 _INF = tl.constexpr(float("inf"))
 

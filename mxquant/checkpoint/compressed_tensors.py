@@ -16,7 +16,7 @@ from mxquant.errors import CheckpointError
 from mxquant.formats import QuantScheme
 
 QUANT_METHOD = "compressed-tensors"
-_SCHEMES = {
+SCHEMES = {
     "nvfp4-pack-quantized": QuantScheme.preset("nvfp4"),
     "mxfp4-pack-quantized": QuantScheme.preset("mxfp4"),
 }
@@ -27,7 +27,7 @@ _ZERO_SCALE_STAND_IN = 0.125
 
 def format_name(scheme: QuantScheme) -> str | None:
     """Name of the format in compressed-tensors' registry; None where it has none for the scheme."""
-    for name, known in _SCHEMES.items():
+    for name, known in SCHEMES.items():
         if _layout(scheme) == _layout(known):
             return name
     return None
@@ -94,7 +94,7 @@ def parse_config(config: dict[str, Any]) -> QuantScheme:
     groups = config.get("config_groups") or {}
     names = {str(config.get("format"))} | {g["format"] for g in groups.values() if g.get("format")}
     names.discard("mixed-precision")
-    if len(names) != 1 or names - set(_SCHEMES):
+    if len(names) != 1 or names - set(SCHEMES):
         kinds = ", ".join(sorted(names))
-        raise CheckpointError(f"compressed-tensors format {kinds} is not supported; only {', '.join(_SCHEMES)}")
-    return _SCHEMES[names.pop()]
+        raise CheckpointError(f"compressed-tensors format {kinds} is not supported; only {', '.join(SCHEMES)}")
+    return SCHEMES[names.pop()]

@@ -102,10 +102,10 @@ def compact_names(names: Iterable[str], all_names: Iterable[str]) -> list[str]:
     ``all_names``."""
     alike: dict[str, set[str]] = defaultdict(set)
     for name in all_names:
-        alike[_with_wildcards(name)].add(name)
+        alike[with_wildcards(name)].add(name)
     members: dict[str, list[str]] = defaultdict(list)
     for name in names:
-        members[_with_wildcards(name)].append(name)
+        members[with_wildcards(name)].append(name)
     return [p for pattern, found in members.items() for p in _cover(found, alike[pattern] | set(found), 0)]
 
 
@@ -134,7 +134,7 @@ class ModuleTable:
 
     def match(self, name: str) -> ModuleEntry | None:
         """The entry of the module ``name``, under that name, or None if it is not quantized."""
-        found = self._exact.get(name) or self._wild.get(_with_wildcards(name))
+        found = self._exact.get(name) or self._wild.get(with_wildcards(name))
         if found is None:  # a pattern may keep some numbers and leave others open
             found = next((p for regex, p in self._several if regex.fullmatch(name)), None)
         return found and ModuleEntry(name, found.scheme, found.shape, found.transposed)
@@ -186,7 +186,7 @@ def _matrix_shape(shape: Any) -> tuple[int, int]:
     return int(rows), int(columns)
 
 
-def _with_wildcards(name: str) -> str:
+def with_wildcards(name: str) -> str:
     """``model.layers.3.mlp.w1`` -> ``model.layers.*.mlp.w1``: whole numbers between dots only."""
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 

@@ -82,8 +82,9 @@ class Checkpoint:
         self.folder = folder
         self.config: dict[str, Any] = read_config(folder)
         self._handles: dict[Path, Any] = {}
+        index = self._weight_map() if (folder / INDEX_NAME).exists() else None
         self.tensors: dict[str, TensorInfo] = {}
-        for file in self._find_shards():
+        for file in self._find_shards(index):
             for info in self._read_header(file):
                 if info.name in self.tensors:
                     raise CheckpointError(
@@ -92,7 +93,7 @@ class Checkpoint:
                 self.tensors[info.name] = info
         if not self.tensors:
             raise CheckpointError(f"{folder}: its weight files hold no tensors")
-        self._check_index()
+        self._check_index(index or {})
 
     @property
     def nbytes(self) -> int:
@@ -117,14 +118,9 @@ class Checkpoint:
                 files.append(relative)
         return files
 
-    def close(self) -> None:
-        self._handles.clear()
-
-    def _find_shards(self) -> list[Path]:
-        index = self.folder / INDEX_NAME
-        if index.exists():
-            names = dict.fromkeys(self._weight_map().values())
-            files = [self.folder / name for name in names]
+    def _find_shards(self, index: dict[str, str] | None) -> list[Path]:
+        if index is not None:
+            files = [self.folder / name for name in dict.fromkeys(index.values())]
             missing = [f.name for f in files if not f.exists()]
             if missing:
                 raise CheckpointError(
@@ -153,10 +149,8 @@ class Checkpoint:
             raise CheckpointError(f"{index.name}: shard {outside[0]!r} is not a plain file name")
         return mapping
 
-    def _check_index(self) -> None:
-        if not (self.folder / INDEX_NAME).exists():
-            return
-        for name, file in self._weight_map().items():
+    def _check_index(self, index: dict[str, str]) -> None:
+        for name, file in index.items():
             info = self.tensors.get(name)
             if info is None or info.file.name != file:
                 raise CheckpointError(f"{INDEX_NAME}: tensor {name} is not in {file}")

@@ -14,7 +14,6 @@ from mxquant.checkpoint.reader import read_config, resolve_source
 from mxquant.errors import CheckpointError
 from mxquant.transformers import register
 
-_PACKED_FORMATS = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
 # Arguments of from_pretrained that say where the files are, rather than what to do with them.
 _WHERE = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 
@@ -88,7 +87,7 @@ def _stays_packed(config: dict[str, Any]) -> bool:
     formats = {group.get("format") or config.get("format") for group in groups}
     sparse = (config.get("sparsity_config") or {}).get("format", "dense") != "dense"
     needs_more = sparse or config.get("transform_config")
-    return bool(groups) and formats <= set(_PACKED_FORMATS) and not needs_more
+    return bool(groups) and formats <= set(compressed_tensors.SCHEMES) and not needs_more
 
 
 def _warn_of_activations(path: str | Path, config: dict[str, Any]) -> None:
