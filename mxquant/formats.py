@@ -212,6 +212,48 @@ class QuantScheme:
         _check_choice("preset", name, PRESETS)
         return replace(PRESETS[name], **changes)
 
+    @classmethod
+    def parse(cls, text: str) -> QuantScheme:
+        """The scheme that a text such as ``ue5m3/16``, ``e4m3+global/8/absmax`` or ``nvfp4`` stands for.
+
+        Parts between slashes, in any order: a preset to start from, an element, a scale (``+global``
+        adds a global scale), a block, a scale rule, a rounding. What is not said keeps its default.
+        """
+        base, fields = cls(), {}
+        for part in text.strip().split("/"):
+            scale, plus, rest = part.partition("+")
+            if part in PRESETS:
+                base = PRESETS[part]
+            elif part in ELEMENTS:
+                fields["element"] = part
+            elif scale in SCALES and rest in ("", "global") and bool(plus) == bool(rest):
+                fields |= {"scale": scale, "global_scale": bool(rest)}
+            elif part in ROUNDINGS:
+                fields["rounding"] = part
+            elif part in _FLOAT_SCALE_RULES or part in _E8M0_RULES:
+                fields["scale_rule"] = part
+            elif part[:1].isdigit():
+                fields["block"] = parse_block(part)
+            else:
+                raise SchemeError(
+                    f"scheme {text!r}: {part!r} is no preset ({', '.join(PRESETS)}), element, scale "
+                    f"({', '.join(SCALES)}), block, rule or rounding; write for example ue5m3/16 or e4m3+global/8/absmax"
+                )
+        if "scale" in fields and "scale_rule" not in fields and fields["scale"] != base.scale:
+            fields["scale_rule"] = None
+        return replace(base, **fields)
+
+    @property
+    def text(self) -> str:
+        """The shortest text that :meth:`parse` reads back, e.g. ``ue5m3/16`` or ``nvfp4``."""
+        if self in PRESETS.values():
+            return next(name for name, scheme in PRESETS.items() if scheme == self)
+        parts = [] if self.element == "fp4_e2m1" else [self.element]
+        parts += [self.scale + ("+global" if self.global_scale else ""), self.block_text]
+        if self.scale_rule != self.scale_format.default_rule:
+            parts.append(str(self.scale_rule))
+        return "/".join(parts if self.rounding == "nearest" else [*parts, self.rounding])
+
     @property
     def element_format(self) -> ElementFormat:
         return ELEMENTS[self.element]

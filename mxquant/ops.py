@@ -62,6 +62,23 @@ def quantize(
     return QTensor(packed, scale, made, (weight.shape[0], weight.shape[1]), scheme)
 
 
+def fake_quantize(
+    x: torch.Tensor,
+    scheme: QuantScheme,
+    *,
+    seed: int = 0,
+    name: str = "weight",
+    global_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What ``x`` decodes to after quantization: shape, dtype and device of ``x``; no gradient.
+
+    ``x``: ``[..., columns]``; its leading dimensions are the rows. Values are the codec's, in fp32,
+    rounded once to the dtype of ``x``; other arguments and errors as for :func:`quantize`.
+    """
+    q = quantize(x.reshape(-1, x.shape[-1]), scheme, seed=seed, name=name, global_scale=global_scale)
+    return q.dequantize(x.dtype).view(x.shape)
+
+
 def linear(x: torch.Tensor, weight: QTensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``x @ weight.T + bias`` with the weight packed.
 

@@ -5,6 +5,7 @@ a scheme or ``dense``; the first rule that matches decides. As YAML::
 
     rules:
       - q_proj|k_proj: mxfp8                      # a preset
+      - o_proj: e4m3+global/8                     # or any scheme as text, see QuantScheme.parse
       - 'layers\\.(0|31)\\.': dense                # kept in high precision
       - down_proj: {scale: ue5m3, block: 8}       # a scheme, unnamed fields at their defaults
     default: {scale: ue5m3, block: 16}            # linear layers that no rule names
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from mxquant.errors import SchemeError
-from mxquant.formats import PRESETS, QuantScheme
+from mxquant.formats import QuantScheme
 
 DENSE = "dense"
 
@@ -65,10 +66,10 @@ class QuantRecipe:
 
     @classmethod
     def of(cls, scheme: QuantScheme | QuantRecipe | str) -> QuantRecipe:
-        """A recipe from a recipe, a scheme or a preset's name."""
+        """A recipe from a recipe, a scheme or the text of one (:meth:`mxquant.QuantScheme.parse`)."""
         if isinstance(scheme, QuantRecipe):
             return scheme
-        return cls(default=QuantScheme.preset(scheme) if isinstance(scheme, str) else scheme)
+        return cls(default=QuantScheme.parse(scheme) if isinstance(scheme, str) else scheme)
 
     @property
     def schemes(self) -> list[QuantScheme]:
@@ -152,12 +153,10 @@ def _scheme(value: Any) -> QuantScheme | None:
     if isinstance(value, QuantScheme):
         return value
     if isinstance(value, str):
-        if value not in PRESETS:
-            raise SchemeError(f"unknown scheme {value!r}; choose from {DENSE}, {', '.join(PRESETS)}, or spell it out")
-        return QuantScheme.preset(value)
+        return QuantScheme.parse(value)
     if isinstance(value, Mapping):
         return QuantScheme.from_dict(dict(value))
-    raise SchemeError(f"scheme {value!r} must be a preset, {DENSE!r} or a mapping of scheme fields")
+    raise SchemeError(f"scheme {value!r} must be a text such as ue5m3/16, {DENSE!r} or a mapping of scheme fields")
 
 
 def _compile(pattern: str) -> None:

@@ -244,3 +244,33 @@ def test_bits_per_weight_counts_partial_blocks_and_padding():
         scheme = QuantScheme(element, "ue5m3", (2, 16), global_scale=True)
         assert scheme.nbytes((3, 21)) == 3 * row + 4 + 4
         assert scheme.bits_per_weight((3, 21)) == 8 * (3 * row + 8) / 63
+
+
+ALL_SCHEMES = [
+    QuantScheme(element, scale, block, has_global, rule, rounding)
+    for element in ("fp4_e2m1", "fp8_e4m3")
+    for scale, fmt in SCALES.items()
+    for block in (8, 16, (32, 32))
+    for has_global in (False, True)
+    for rule in fmt.rules
+    for rounding in ("nearest", "stochastic")
+    if not (element != "fp4_e2m1" and rule == "four-over-six")
+]
+
+
+def test_every_scheme_is_read_back_from_its_text():
+    texts = [scheme.text for scheme in ALL_SCHEMES]
+    assert len(set(texts)) == len(texts)
+    assert [QuantScheme.parse(text) for text in texts] == ALL_SCHEMES
+
+
+def test_scheme_texts_start_from_a_preset_and_take_parts_in_any_order():
+    assert QuantScheme.parse("8/ue5m3") == QuantScheme(scale="ue5m3", block=8)
+    assert QuantScheme.parse("nvfp4/32/search") == QuantScheme.preset("nvfp4", block=32, scale_rule="search")
+    assert QuantScheme.parse("mxfp4/ue5m3") == QuantScheme(scale="ue5m3", block=32)  # the rule is that of the new scale
+
+
+@pytest.mark.parametrize("text", ["", "ue5m3/", "foo", "ue5m3+globe", "e4m3/floor", "16x", "1", "ue5m3+/16"])
+def test_texts_that_name_no_scheme_are_refused(text):
+    with pytest.raises(SchemeError):
+        QuantScheme.parse(text)
