@@ -34,6 +34,7 @@ LAYERS = (
     ("plan",),
     ("report", "scan"),
     ("pipeline",),
+    ("analysis",),
     ("_autoload", "densify"),
     ("evals",),
     ("cli",),
