@@ -236,8 +236,9 @@ class QuantScheme:
                 fields["block"] = parse_block(part)
             else:
                 raise SchemeError(
-                    f"scheme {text!r}: {part!r} is no preset ({', '.join(PRESETS)}), element, scale ({', '.join(SCALES)}), "
-                    "block, rule or rounding; write for example ue5m3/16 or e4m3+global/8/absmax"
+                    f"scheme {text!r}: {part!r} is no preset ({', '.join(PRESETS)}), element, "
+                    f"scale ({', '.join(SCALES)}), block, rule or rounding; "
+                    "write for example ue5m3/16 or e4m3+global/8/absmax"
                 )
         if "scale" in fields and "scale_rule" not in fields and fields["scale"] != base.scale:
             fields["scale_rule"] = None
