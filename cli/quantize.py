@@ -15,6 +15,7 @@ Examples:
   mxquant quantize meta-llama/Llama-3-8B --scale ue5m3 --block 16
   mxquant quantize ./model --format nvfp4 --out ./model-nvfp4
   mxquant quantize ./model --scale ue5m3 --block 32x32 --exclude 'layers\\.0\\.' --dry-run
+  mxquant quantize ./model --scale e4m3 --block 8 --activations e4m3+token/8 --kv-cache ue5m3/16
   mxquant quantize ./model --recipe recipe.yaml --json
 
 \b
@@ -27,6 +28,11 @@ Scale rules:
   e4m3, ue5m3  absmax, absmax-nonzero, ceil, four-over-six, search
   e8m0         floor, ceil, even, rceil, oas, search
   bf16, fp32   absmax
+
+\b
+Activations and KV cache are not stored, so theirs are schemes in short, such as
+ue5m3/16, e4m3+global/16 (a global scale from all tokens) or e4m3+token/16 (one
+for each token). They are simulated: rounded, then computed in the model's dtype.
 """
 
 _RULES = sorted({rule for fmt in SCALES.values() for rule in fmt.rules})
@@ -63,6 +69,10 @@ class _Size(click.ParamType):
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of stochastic rounding.")
 @click.option("--include", multiple=True, metavar="REGEX", help="Quantize only modules that match, the head too.")
 @click.option("--exclude", multiple=True, metavar="REGEX", help="Keep modules that match dense.")
+@click.option(
+    "--activations", metavar="same|SCHEME|none", help="Round the inputs of quantized layers as the model runs."
+)
+@click.option("--kv-cache", metavar="SCHEME|none", help="Round keys and values as the model runs.")
 @click.option("--recipe", type=click.Path(path_type=Path), help="YAML of ordered `pattern: scheme` rules.")
 @click.option("--device", default="cpu", show_default=True, help="Where to compute, e.g. cuda.")
 @click.option("--max-shard-size", type=_Size(), default="5GB", show_default=True, help="Largest output file.")
@@ -137,6 +147,7 @@ def _recipe(options: dict[str, Any]) -> tuple[Any, str]:
     if options["block"] is not None:
         fields["block"] = parse_block(options["block"])
     patterns = {"include": tuple(options["include"]), "exclude": tuple(options["exclude"])}
+    dynamic = {name: options[name] for name in ("activations", "kv_cache") if options[name] is not None}
     if options["recipe"] is not None:
         recipe = QuantRecipe.from_file(options["recipe"])
         if fields or options["preset"]:
@@ -144,9 +155,11 @@ def _recipe(options: dict[str, Any]) -> tuple[Any, str]:
                 raise SchemeError(f"{options['recipe']} has a default scheme; drop it, or the scheme options")
             recipe = replace(recipe, default=_scheme(QuantScheme, options["preset"], fields))
         merged = {k: getattr(recipe, k) + v for k, v in patterns.items()}
-        return replace(recipe, **merged), Path(options["recipe"]).stem
+        return replace(recipe, **merged, **dynamic), Path(options["recipe"]).stem
     scheme = _scheme(QuantScheme, options["preset"], fields)
-    return QuantRecipe(default=scheme, **patterns), scheme.name
+    recipe = QuantRecipe(default=scheme, **patterns, **dynamic)
+    parts = [scheme.name, *(["a4"] if recipe.activations else []), *(["kv"] if recipe.kv_cache else [])]
+    return recipe, "-".join(parts)
 
 
 def _scheme(kind: Any, preset: str | None, fields: dict[str, Any]) -> Any:

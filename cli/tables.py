@@ -70,11 +70,18 @@ def print_plan_summary(plan: QuantPlan, out: Path) -> None:
         f"Size {human_bytes(plan.bytes_before)} -> {human_bytes(plan.bytes_after)} "
         f"in {len(plan.shards)} file{'s' * (len(plan.shards) > 1)}; "
         f"about {human_bytes(plan.peak_bytes)} of memory for the work.",
+        *_when_it_runs(plan),
         f"On disk: {plan.on_disk} ({plan.on_disk_reason}).",
         f"Output: {out}",
     ]
     for line in lines:
         new_console().print(line, soft_wrap=True)
+
+
+def _when_it_runs(plan: QuantPlan) -> list[str]:
+    found = {"activations": plan.activations, "KV cache": plan.kv_cache}
+    said = [f"{what} {text}" for what, text in found.items() if text != "none"]
+    return [f"As it runs: {', '.join(said)} (simulated; not stored)."] if said else []
 
 
 def print_report(report: QuantReport) -> None:

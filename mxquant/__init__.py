@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _EXPORTS = {
+    "ActivationScheme": "mxquant.activations",
     "MXQuantConfig": "mxquant.transformers.config",
     "MXQuantError": "mxquant.errors",
     "QTensor": "mxquant.ops",
@@ -27,6 +28,7 @@ _EXPORTS = {
 __all__ = ["__version__", *_EXPORTS]
 
 if TYPE_CHECKING:
+    from mxquant.activations import ActivationScheme
     from mxquant.densify import dequantize_model
     from mxquant.errors import MXQuantError
     from mxquant.formats import QuantScheme

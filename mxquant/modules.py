@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from mxquant import ops
+from mxquant.activations import ActivationScheme
 from mxquant.formats import QuantScheme
 from mxquant.numerics import scale_dtype
 from mxquant.qtensor import QTensor
@@ -18,6 +19,8 @@ class QuantLinear(nn.Module):
     the scheme has one, ``weight_global_scale`` (fp32). They are numbers' encodings, not numbers, so
     ``.to(dtype)``, ``.half()`` and ``.bfloat16()`` leave them alone; ``bias`` is an ordinary
     parameter of the model's dtype.
+
+    ``activations``: the format that inputs are rounded to first; None leaves them as they are.
 
     ``shape`` is ``(out_features, in_features)``. ``stored_shape``: the shape of the ``weight``
     buffer where a file format flattens it; ``scheme.packed_shape(shape)`` otherwise. The buffers
@@ -37,8 +40,10 @@ class QuantLinear(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         stored_shape: tuple[int, ...] | None = None,
+        activations: ActivationScheme | None = None,
     ):
         super().__init__()
+        self.activations = activations
         self.scheme = scheme
         self.out_features, self.in_features = shape
         empty = torch.empty
@@ -78,6 +83,8 @@ class QuantLinear(nn.Module):
         return self.qweight.dequantize(dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.activations is not None:
+            x = ops.quantize_activations(x, self.activations)
         # Looking up a buffer as an attribute takes as long as a small kernel.
         buffers, bias = self._buffers, self._parameters.get("bias")
         kernels = ops.direct(x, bias)
@@ -114,6 +121,7 @@ class QuantLinear(nn.Module):
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, scheme={self.scheme.name}"
+            f"{f', activations={self.activations.text}' if self.activations else ''}"
         )
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]

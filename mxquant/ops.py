@@ -1,4 +1,4 @@
-"""The operators ``mxquant::quantize``, ``mxquant::dequantize`` and ``mxquant::linear``.
+"""The operators ``mxquant::quantize``, ``dequantize``, ``linear`` and ``quantize_activations``.
 
 Each has a schema, a fake implementation (shapes only, for tracing) and a PyTorch reference that
 runs on any device. A scheme travels as the string ``QuantScheme.spec``.
@@ -21,7 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import _C
 
+from mxquant.activations import ActivationScheme
 from mxquant.formats import ELEMENTS, QuantScheme, scheme_from_spec
+from mxquant.methods.dynamic import quantize_dynamically
 from mxquant.methods.rtn import quantize_tensor, use_kernels
 from mxquant.numerics import scale_dtype
 from mxquant.qtensor import QTensor, check_parts, dequantize_parts
@@ -35,6 +37,7 @@ _LIBRARY.define(
 _LIBRARY.define(
     "dequantize(Tensor packed, Tensor scale, Tensor? global_scale, int[] shape, str scheme, ScalarType dtype) -> Tensor"
 )
+_LIBRARY.define("quantize_activations(Tensor x, str scheme, bool per_token) -> Tensor")
 _LIBRARY.define(
     "linear_grad(Tensor grad, Tensor packed, Tensor scale, Tensor? global_scale, int[] shape, str scheme) -> Tensor"
 )
@@ -77,6 +80,16 @@ def fake_quantize(
     """
     q = quantize(x.reshape(-1, x.shape[-1]), scheme, seed=seed, name=name, global_scale=global_scale)
     return q.dequantize(x.dtype).view(x.shape)
+
+
+def quantize_activations(x: torch.Tensor, scheme: ActivationScheme) -> torch.Tensor:
+    """What activations ``[..., features]`` (fp32, bf16, fp16) decode to after quantization.
+
+    Shape, dtype and device are those of ``x``. Scales are found anew for each call. A token that is
+    not finite becomes NaN; with one global scale for the whole tensor, so do all others. The
+    gradient passes straight through.
+    """
+    return torch.ops.mxquant.quantize_activations(x, scheme.scheme.spec, scheme.per_token)
 
 
 def linear(x: torch.Tensor, weight: QTensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -193,6 +206,18 @@ def _quantize_fake(weight, scheme, seed, name, global_scale):  # type: ignore[no
     return packed, scale, weight.new_empty(1, dtype=torch.float32) if s.global_scale else None
 
 
+def _quantize_activations(x, scheme, per_token):  # type: ignore[no-untyped-def]
+    return quantize_dynamically(x, scheme_from_spec(scheme), per_token, _dense_of)
+
+
+def _dense_of(q: QTensor, dtype: torch.dtype) -> torch.Tensor:
+    return _dense(q.packed, q.scale, q.global_scale, q.shape, q.scheme, dtype)
+
+
+def _quantize_activations_fake(x, scheme, per_token):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape)
+
+
 def _dequantize(packed, scale, global_scale, shape, scheme, dtype):  # type: ignore[no-untyped-def]
     s, shape = scheme_from_spec(scheme), tuple(shape)
     check_parts(packed, scale, global_scale, shape, s)
@@ -289,7 +314,9 @@ for _name, _function, _fake in (
     ("dequantize", _dequantize, _dequantize_fake),
     ("linear", _linear, _linear_fake),
     ("linear_grad", _linear_grad, _linear_grad_fake),
+    ("quantize_activations", _quantize_activations, _quantize_activations_fake),
 ):
     _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"mxquant::{_name}", _fake, lib=_LIBRARY)
 torch.library.register_autograd("mxquant::linear", _linear_backward, setup_context=_linear_setup, lib=_LIBRARY)
+torch.library.register_autograd("mxquant::quantize_activations", lambda ctx, grad: (grad, None, None), lib=_LIBRARY)

@@ -8,6 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from mxquant.activations import NONE
 from mxquant.checkpoint import compressed_tensors, native
 from mxquant.checkpoint.layout import FLOAT_DTYPES, ITEM_SIZES, OutputTensor
 from mxquant.checkpoint.reader import Checkpoint
@@ -16,7 +17,7 @@ from mxquant.errors import CheckpointError, PlanError
 from mxquant.formats import QuantScheme
 from mxquant.numerics import scale_dtype
 from mxquant.qtensor import CHUNK_ELEMENTS
-from mxquant.recipe import QuantRecipe
+from mxquant.recipe import QuantRecipe, activations_text
 from mxquant.transformers.architectures import NameMapper, Parameter, build_meta_model, fused_group, inventory
 
 MAX_DENSE_SHARE = 0.05
@@ -81,6 +82,7 @@ class QuantPlan:
     """Everything :func:`mxquant.quantize_model` is going to do; see :func:`make_plan`.
 
     ``tied``: parameters without a tensor of their own, and the one that each shares.
+    ``activations``, ``kv_cache``: what the output's config asks for when it runs, as text.
     """
 
     source: Path
@@ -91,6 +93,8 @@ class QuantPlan:
     quantization_config: dict[str, Any]
     bytes_before: int
     tied: dict[str, str] = field(default_factory=dict)
+    activations: str = NONE
+    kv_cache: str = NONE
     warnings: list[str] = field(default_factory=list)
 
     @property
@@ -131,6 +135,8 @@ class QuantPlan:
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,
             "bits_per_weight": self.bits_per_weight,
+            "activations": self.activations,
+            "kv_cache": self.kv_cache,
             "predicted_peak_bytes": self.peak_bytes,
             "shards": len(self.shards),
             "warnings": self.warnings,
@@ -164,14 +170,25 @@ def make_plan(
     problems += _check_coverage(tensors, recipe, allow_dense)
     if problems:
         raise PlanError(problems)
-    on_disk, why = _choose_format([t for t in tensors if t.scheme])
+    on_disk, why = _choose_format([t for t in tensors if t.scheme], recipe)
     for t in tensors:
         t.outputs = _outputs(t, on_disk)
     shards = plan_shards([t.outputs for t in tensors], max_shard_bytes)
-    config = _quantization_config(tensors, on_disk)
+    config = _quantization_config(tensors, on_disk, recipe)
     present = {mapper(name) for name in checkpoint.tensors}
     tied = {p.name: p.tied_to for p in parameters.values() if p.tied_to and p.name not in present}
-    return QuantPlan(checkpoint.folder, tensors, on_disk, why, shards, config, checkpoint.nbytes, tied)
+    return QuantPlan(
+        checkpoint.folder,
+        tensors,
+        on_disk,
+        why,
+        shards,
+        config,
+        checkpoint.nbytes,
+        tied,
+        activations=activations_text(recipe.activations),
+        kv_cache=activations_text(recipe.kv_cache),
+    )
 
 
 def check_not_quantized(checkpoint: Checkpoint) -> None:
@@ -246,8 +263,11 @@ def _check_coverage(tensors: list[TensorPlan], recipe: QuantRecipe, allow_dense:
     return []
 
 
-def _choose_format(quantized: list[TensorPlan]) -> tuple[str, str]:
+def _choose_format(quantized: list[TensorPlan], recipe: QuantRecipe) -> tuple[str, str]:
     """The on-disk format and the reason for it."""
+    if recipe.activations or recipe.kv_cache:
+        what = "activations" if recipe.activations else "a KV cache"
+        return native.QUANT_METHOD, f"compressed-tensors has no words for {what} scaled as the model runs, as here"
     names = {compressed_tensors.format_name(t.scheme) for t in quantized if t.scheme}
     if names == {None}:
         return native.QUANT_METHOD, "no other format holds this scheme"
@@ -276,11 +296,15 @@ def _outputs(t: TensorPlan, on_disk: str) -> list[OutputTensor]:
     return outputs
 
 
-def _quantization_config(tensors: list[TensorPlan], on_disk: str) -> dict[str, Any]:
+def _quantization_config(tensors: list[TensorPlan], on_disk: str, recipe: QuantRecipe) -> dict[str, Any]:
     quantized = [t for t in tensors if t.scheme]
     if on_disk == native.QUANT_METHOD:
-        entries = [native.ModuleEntry(t.module, t.scheme, t.matrix, t.transposed) for t in quantized if t.scheme]
-        return native.build_config(entries, [t.module for t in tensors])
+        entries = [
+            native.ModuleEntry(t.module, t.scheme, t.matrix, t.transposed, recipe.activations_for(t.scheme))
+            for t in quantized
+            if t.scheme
+        ]
+        return native.build_config(entries, [t.module for t in tensors], recipe.kv_cache)
     scheme = quantized[0].scheme
     assert scheme is not None
     return compressed_tensors.build_config(scheme, _dense_linears(tensors))

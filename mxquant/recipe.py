@@ -12,6 +12,8 @@ a scheme or ``dense``; the first rule that matches decides. As YAML::
 
 Without rules on top, the mapping itself is taken as the rules: ``q_proj|k_proj: mxfp8``. ``include``
 narrows quantization to the modules that match one of its patterns; ``exclude`` keeps modules dense.
+``activations`` is ``none``, ``same`` (each layer's inputs in the format of its weight) or a scheme
+such as ``e4m3+token/16``; ``kv_cache`` is ``none`` or a scheme.
 """
 
 from __future__ import annotations
@@ -22,10 +24,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mxquant.activations import NONE, SAME, ActivationScheme
 from mxquant.errors import SchemeError
 from mxquant.formats import QuantScheme
 
 DENSE = "dense"
+_KEYS = ("rules", "default", "include", "exclude", "activations", "kv_cache")
 
 
 @dataclass(frozen=True)
@@ -53,16 +57,32 @@ class Decision:
 
 @dataclass(frozen=True)
 class QuantRecipe:
-    """Ordered rules, a default scheme for linear layers (None: dense), include and exclude patterns."""
+    """Ordered rules, a default scheme for linear layers (None: dense), include and exclude patterns.
+
+    ``activations`` (``"same"``: as each layer's weight): for the inputs of quantized layers;
+    ``kv_cache``: for keys and values. None leaves them as they are.
+    """
 
     rules: tuple[Rule, ...] = ()
     default: QuantScheme | None = None
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    activations: ActivationScheme | str | None = None
+    kv_cache: ActivationScheme | None = None
 
     def __post_init__(self) -> None:
         for pattern in (*self.include, *self.exclude):
             _compile(pattern)
+        if self.activations != SAME:
+            object.__setattr__(self, "activations", ActivationScheme.read(self.activations))
+        object.__setattr__(self, "kv_cache", ActivationScheme.read(self.kv_cache))
+        if self.kv_cache and self.kv_cache.scheme.global_scale and not self.kv_cache.per_token:
+            raise SchemeError(
+                f"a KV cache cannot have one global scale for all tokens ({self.kv_cache.text}): tokens arrive one "
+                "by one; write +token in place of +global, or drop it"
+            )
+        for scheme in self.schemes:
+            self.activations_for(scheme)
 
     @classmethod
     def of(cls, scheme: QuantScheme | QuantRecipe | str) -> QuantRecipe:
@@ -76,6 +96,13 @@ class QuantRecipe:
         """Every scheme that the recipe may hand out."""
         found = [r.scheme for r in self.rules if r.scheme is not None]
         return list(dict.fromkeys([*found, *([self.default] if self.default else [])]))
+
+    def activations_for(self, weight: QuantScheme) -> ActivationScheme | None:
+        """What the inputs of a layer with this weight are quantized to."""
+        if self.activations == SAME:
+            return ActivationScheme.same_as(weight)
+        assert not isinstance(self.activations, str)
+        return self.activations
 
     def decide(self, name: str) -> Decision:
         for pattern in self.exclude:
@@ -103,6 +130,8 @@ class QuantRecipe:
             "default": self.default.to_dict() if self.default else DENSE,
             "include": list(self.include),
             "exclude": list(self.exclude),
+            "activations": activations_text(self.activations),
+            "kv_cache": activations_text(self.kv_cache),
         }
 
     @classmethod
@@ -112,11 +141,9 @@ class QuantRecipe:
             raise SchemeError(f"a recipe must be a mapping of patterns to schemes, not {type(data).__name__}")
         if "rules" not in data and "default" not in data:
             data = {"rules": data}
-        unknown = set(data) - {"rules", "default", "include", "exclude"}
+        unknown = set(data) - set(_KEYS)
         if unknown:
-            raise SchemeError(
-                f"unknown recipe key {sorted(unknown)[0]!r}; choose from rules, default, include, exclude"
-            )
+            raise SchemeError(f"unknown recipe key {sorted(unknown)[0]!r}; choose from {', '.join(_KEYS)}")
         rules = data.get("rules") or []
         pairs = rules.items() if isinstance(rules, Mapping) else [p for rule in rules for p in _single(rule)]
         default = data.get("default", DENSE)
@@ -125,6 +152,8 @@ class QuantRecipe:
             default=_scheme(default),
             include=tuple(data.get("include") or ()),
             exclude=tuple(data.get("exclude") or ()),
+            activations=data.get("activations"),
+            kv_cache=data.get("kv_cache"),
         )
 
     @classmethod
@@ -157,6 +186,11 @@ def _scheme(value: Any) -> QuantScheme | None:
     if isinstance(value, Mapping):
         return QuantScheme.from_dict(dict(value))
     raise SchemeError(f"scheme {value!r} must be a text such as ue5m3/16, {DENSE!r} or a mapping of scheme fields")
+
+
+def activations_text(value: ActivationScheme | str | None) -> str:
+    """``none``, ``same`` or the text of the scheme."""
+    return value.text if isinstance(value, ActivationScheme) else value or NONE
 
 
 def _compile(pattern: str) -> None:

@@ -58,13 +58,18 @@ def global_scale_for(amax: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
     does), 114688 for ue5m3; four-over-six leaves room for its larger scales with 256 and 65536.
     Power-of-two and float scales have range to spare: 1. An all-zero tensor gets 1.
     """
+    return global_scales(amax, scheme).reshape(1)
+
+
+def global_scales(amax: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
+    """The global scale for each of several largest magnitudes; see :func:`global_scale_for`."""
     fmt = scheme.scale_format
     target = fmt.max if fmt.coded and not fmt.exponent_only else 1.0
     if scheme.scale_rule == "four-over-six" and target > 1.0:
         target = 2.0 ** math.floor(math.log2(target))
     # In this order it is bit for bit what NVFP4 writers compute.
     scale = amax.to(torch.float32).clamp(max=_LARGEST_AMAX).reciprocal() * (target * scheme.element_format.max)
-    return torch.where(amax > 0, scale.clamp(max=_FP32_MAX), 1.0).reshape(1)
+    return torch.where(amax > 0, scale.clamp(max=_FP32_MAX), 1.0)
 
 
 def block_scales(

@@ -346,7 +346,7 @@ def test_damaged_checkpoints_are_refused(damage, llama, tmp_path):
 
 
 WRONG_CONFIG = {
-    "newer": (lambda c: c.update(format_version=2, new_field=1), "upgrade mxquant"),
+    "newer": (lambda c: c.update(format_version=99, new_field=1), "upgrade mxquant"),
     "unknown format": (lambda c: c["schemes"]["s"].update(scale="ue4m4"), "ue4m4"),
     "incomplete": (lambda c: c["modules"][0].pop("shape"), "malformed"),
     "unlisted": (lambda c: c["modules"].pop(0), "does not list it"),

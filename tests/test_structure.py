@@ -22,7 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = (
     ("errors",),
     ("blocks", "bundled", "formats", "memory", "parallel", "rng"),
-    ("packing", "recipe"),
+    ("activations", "packing"),
+    ("recipe",),
     ("numerics",),
     ("scaling", "qtensor"),
     ("methods",),

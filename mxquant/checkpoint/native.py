@@ -7,6 +7,9 @@
      "modules": [{"names": ["model.layers.*.self_attn.q_proj"], "scheme": "fp4-ue5m3-b16",
                   "shape": [576, 576], "transposed": false}]}
 
+A module whose inputs are quantized has ``"activations": {"scheme": {...}, "per_token": false}``; keys
+and values that are, are described by ``"kv_cache"`` beside ``"modules"``. Either makes it version 2.
+
 ``names`` are module names of the checkpoint (a tensor's name without ``.weight``); ``*`` stands for
 one run of digits. ``shape`` is ``[out_features, in_features]``, also where the source stores the
 transpose (``transposed``: GPT-2's Conv1D). Of a module ``m`` the files hold
@@ -23,28 +26,31 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mxquant
+from mxquant.activations import ActivationScheme
 from mxquant.errors import CheckpointError, SchemeError
 from mxquant.formats import QuantScheme
 
 QUANT_METHOD = "mxquant"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True)
 class ModuleEntry:
     """One quantized module: its checkpoint name, scheme and dense shape ``(out, in)``.
 
-    ``transposed``: the source checkpoint stored ``[in, out]``.
+    ``transposed``: the source checkpoint stored ``[in, out]``. ``activations``: what the module's
+    inputs are quantized to while it runs.
     """
 
     name: str
     scheme: QuantScheme
     shape: tuple[int, int]
     transposed: bool = False
+    activations: ActivationScheme | None = None
 
     @property
     def dense_shape(self) -> tuple[int, int]:
@@ -70,31 +76,37 @@ def stored_shape(scheme: QuantScheme, shape: tuple[int, int], dense_shape: tuple
     return packed
 
 
-def build_config(entries: Iterable[ModuleEntry], all_names: Iterable[str]) -> dict[str, Any]:
+def build_config(
+    entries: Iterable[ModuleEntry], all_names: Iterable[str], kv_cache: ActivationScheme | None = None
+) -> dict[str, Any]:
     """The ``quantization_config`` that describes ``entries``, as JSON-serializable objects.
 
     ``all_names``: the names of all modules in the checkpoint, quantized or not. Names that differ
     in numbers only are written with ``*`` where that matches exactly the modules meant.
     """
-    groups: dict[tuple[QuantScheme, tuple[int, int], bool], list[str]] = defaultdict(list)
+    groups: dict[tuple[QuantScheme, tuple[int, int], bool, ActivationScheme | None], list[str]] = defaultdict(list)
     for entry in entries:
-        groups[entry.scheme, entry.shape, entry.transposed].append(entry.name)
+        groups[entry.scheme, entry.shape, entry.transposed, entry.activations].append(entry.name)
     everything = {*all_names, *(name for names in groups.values() for name in names)}
-    return {
+    dynamic = kv_cache is not None or any(activations for *_, activations in groups)
+    config = {
         "quant_method": QUANT_METHOD,
-        "format_version": FORMAT_VERSION,
+        # Readers that know the first version only would leave activations as they are.
+        "format_version": FORMAT_VERSION if dynamic else 1,
         "mxquant_version": mxquant.__version__,
-        "schemes": {scheme.name: scheme.to_dict() for scheme, _, _ in groups},
+        "schemes": {scheme.name: scheme.to_dict() for scheme, *_ in groups},
         "modules": [
             {
                 "names": compact_names(names, everything),
                 "scheme": scheme.name,
                 "shape": list(shape),
                 "transposed": transposed,
+                **({"activations": activations.to_dict()} if activations else {}),
             }
-            for (scheme, shape, transposed), names in groups.items()
+            for (scheme, shape, transposed, activations), names in groups.items()
         ],
     }
+    return config if kv_cache is None else {**config, "kv_cache": kv_cache.to_dict()}
 
 
 def compact_names(names: Iterable[str], all_names: Iterable[str]) -> list[str]:
@@ -117,11 +129,13 @@ def name_regex(pattern: str) -> re.Pattern[str]:
 class ModuleTable:
     """The quantized modules of a checkpoint, looked up by checkpoint name.
 
-    ``patterns`` are the entries as written, wildcards included.
+    ``patterns`` are the entries as written, wildcards included; ``kv_cache`` is the scheme of keys
+    and values, or None.
     """
 
-    def __init__(self, patterns: Iterable[ModuleEntry]):
+    def __init__(self, patterns: Iterable[ModuleEntry], kv_cache: ActivationScheme | None = None):
         self.patterns = list(patterns)
+        self.kv_cache = kv_cache
         self._exact = {p.name: p for p in self.patterns if "*" not in p.name}
         self._wild = {p.name: p for p in self.patterns if "*" in p.name}
         self._several = [(name_regex(p.name), p) for p in self._wild.values()]
@@ -137,7 +151,7 @@ class ModuleTable:
         found = self._exact.get(name) or self._wild.get(with_wildcards(name))
         if found is None:  # a pattern may keep some numbers and leave others open
             found = next((p for regex, p in self._several if regex.fullmatch(name)), None)
-        return found and ModuleEntry(name, found.scheme, found.shape, found.transposed)
+        return found and replace(found, name=name)
 
     def unmatched(self, names: Iterable[str]) -> list[str]:
         """The patterns, as written, that match none of ``names``."""
@@ -170,11 +184,19 @@ def parse_config(config: dict[str, Any]) -> ModuleTable:
         )
     try:
         schemes = {key: QuantScheme.from_dict(fields) for key, fields in config["schemes"].items()}
-        return ModuleTable(
-            ModuleEntry(name, schemes[group["scheme"]], _matrix_shape(group["shape"]), bool(group["transposed"]))
+        kv_cache = ActivationScheme.read(config.get("kv_cache"))
+        entries = [
+            ModuleEntry(
+                name,
+                schemes[group["scheme"]],
+                _matrix_shape(group["shape"]),
+                bool(group["transposed"]),
+                ActivationScheme.read(group.get("activations")),
+            )
             for group in config["modules"]
             for name in group["names"]
-        )
+        ]
+        return ModuleTable(entries, kv_cache)
     except SchemeError as error:
         raise CheckpointError(f"the checkpoint uses a number format this mxquant does not know: {error}") from error
     except (KeyError, TypeError, AttributeError, ValueError) as error:

@@ -10,12 +10,13 @@ from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from mxquant.activations import NONE, SAME, ActivationScheme
 from mxquant.checkpoint.native import QUANT_METHOD, ModuleTable, parse_config
 from mxquant.formats import QuantScheme
 from mxquant.recipe import QuantRecipe
 
 _SCHEME_FIELDS = tuple(QuantScheme.__dataclass_fields__)
-_FILE_FIELDS = ("format_version", "mxquant_version", "schemes", "modules")
+_FILE_FIELDS = ("format_version", "mxquant_version", "schemes", "modules", "kv_cache")
 
 
 class MXQuantConfig(QuantizationConfigMixin):
@@ -34,6 +35,9 @@ class MXQuantConfig(QuantizationConfigMixin):
     include, exclude : regular expressions on module names: what to quantize only, what to keep dense.
     recipe : a :class:`mxquant.QuantRecipe`, its ``to_dict()`` form, or the path of its YAML file.
         A scheme given beside it is the one of layers that no rule names.
+    activations : what the inputs of quantized layers are rounded to as the model runs: ``"same"`` (as
+        the layer's weight), a scheme such as ``"e4m3+token/16"`` (:class:`mxquant.ActivationScheme`), or None.
+    kv_cache : a scheme for keys and values, or None.
     format_version, mxquant_version, schemes, modules : what a quantized checkpoint says of itself,
         see :mod:`mxquant.checkpoint.native`; not for callers.
     compressed_tensors : the configuration of a compressed-tensors checkpoint whose weights are to
@@ -57,6 +61,8 @@ class MXQuantConfig(QuantizationConfigMixin):
         include: Sequence[str] = (),
         exclude: Sequence[str] = (),
         recipe: QuantRecipe | Mapping[str, Any] | str | Path | None = None,
+        activations: ActivationScheme | Mapping[str, Any] | str | None = None,
+        kv_cache: ActivationScheme | Mapping[str, Any] | str | None = None,
         format_version: int | None = None,
         mxquant_version: str | None = None,
         schemes: dict[str, Any] | None = None,
@@ -70,6 +76,9 @@ class MXQuantConfig(QuantizationConfigMixin):
         self.include = [include] if isinstance(include, str) else list(include)
         self.exclude = [exclude] if isinstance(exclude, str) else list(exclude)
         self.recipe = None if recipe is None else _read_recipe(recipe).to_dict()
+        self.activations = activations if activations is None or activations == SAME else _text(activations)
+        scheme = ActivationScheme.read(kv_cache)
+        self.kv_cache = scheme.to_dict() if scheme else None
         self.format_version, self.mxquant_version = format_version, mxquant_version
         self.schemes, self.modules = schemes, modules
         self.compressed_tensors = compressed_tensors
@@ -105,14 +114,30 @@ class MXQuantConfig(QuantizationConfigMixin):
         recipe = QuantRecipe() if self.recipe is None else QuantRecipe.from_dict(self.recipe)
         if given or self.recipe is None:
             recipe = replace(recipe, default=QuantScheme.from_dict(given))
+        if self.activations is not None:
+            recipe = replace(recipe, activations=self.activations)
+        if self.kv_cache is not None:
+            recipe = replace(recipe, kv_cache=self.kv_cache_scheme)
         return replace(recipe, include=(*recipe.include, *self.include), exclude=(*recipe.exclude, *self.exclude))
+
+    @property
+    def kv_cache_scheme(self) -> ActivationScheme | None:
+        """The scheme of keys and values."""
+        if self.kv_cache is None and self.recipe is not None:
+            return QuantRecipe.from_dict(self.recipe).kv_cache
+        return ActivationScheme.read(self.kv_cache)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-serializable; what is not set is left out."""
         fields = copy.deepcopy(self.__dict__)
         if self.describes_checkpoint:
-            return {k: fields[k] for k in ("quant_method", *_FILE_FIELDS)}
+            return {k: fields[k] for k in ("quant_method", *_FILE_FIELDS) if k != "kv_cache" or fields[k]}
         return {k: v for k, v in fields.items() if v is not None and v != [] and (k != "seed" or v)}
+
+
+def _text(activations: ActivationScheme | Mapping[str, Any] | str) -> str:
+    scheme = ActivationScheme.read(activations)
+    return scheme.text if scheme else NONE
 
 
 def _read_recipe(recipe: QuantRecipe | Mapping[str, Any] | str | Path) -> QuantRecipe:

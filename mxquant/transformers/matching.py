@@ -8,6 +8,7 @@ headers of the files, because what the loader does not find it fills with random
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ def find_packed(model: nn.Module, headers: Headers, table: ModuleTable, packed_n
         if target is None:
             lost.append(name)
             continue
-        entry = ModuleEntry(name, match.scheme, match.shape, match.transposed)
+        entry = replace(match, name=name)
         found[target.removesuffix(".weight")] = entry
         problems += _problems(model, target.removesuffix(".weight"), entry, headers, packed_name)
     unlisted = table.unmatched(listed)
@@ -96,6 +97,7 @@ def replace_modules(model: nn.Module, entries: Mapping[str, ModuleEntry]) -> Non
             dtype=None if bias is None else bias.dtype,
             device=old.weight.device,
             stored_shape=entry.stored_shape,
+            activations=entry.activations,
         )
         model.set_submodule(name, new.train(old.training))
 

@@ -46,7 +46,8 @@ def choose_modules(model: nn.Module, recipe: QuantRecipe, headers: Headers | Non
         if p.name not in names:
             skipped.append(p.module)
             continue
-        chosen[p.module] = ModuleEntry(name, scheme, (p.shape[0], p.shape[1]), p.transposed)
+        activations = recipe.activations_for(scheme)
+        chosen[p.module] = ModuleEntry(name, scheme, (p.shape[0], p.shape[1]), p.transposed, activations)
     unused = recipe.unused_patterns([names.get(p.name, p.name).removesuffix(".weight") for p in parameters])
     if unused:
         raise SchemeError(f"pattern {unused[0]!r} matches no module of {type(model).__name__}")

@@ -16,6 +16,7 @@ from mxquant.modules import QuantLinear
 from mxquant.numerics import scale_dtype
 from mxquant.transformers import register
 from mxquant.transformers.config import MXQuantConfig
+from mxquant.transformers.kv_cache import quantize_kv_cache, quantized_kv_cache
 from mxquant.transformers.matching import (
     COMPRESSED_TENSORS_PACKED,
     PACKED,
@@ -103,6 +104,9 @@ class MXQuantHfQuantizer(HfQuantizer):
         forget_source_precision(model)
         self._restore_dtypes(model)
         self._check_loaded(model)
+        kv_cache = self.quantization_config.kv_cache_scheme
+        if kv_cache is not None:
+            quantize_kv_cache(model, kv_cache)
         if self._packed_name != PACKED:
             # Saving undoes the renamings of loading; what we save has our own names.
             kept = [c for c in model._weight_conversions if c.source_patterns != [self._packed_name]]
@@ -178,12 +182,13 @@ class MXQuantHfQuantizer(HfQuantizer):
         """Make the model's config say what the model holds, under the names that saving gives it."""
         rename = _saved_name(model)
         entries = [
-            ModuleEntry(rename(n), m.scheme, (m.out_features, m.in_features), self._is_transposed(n))
+            ModuleEntry(rename(n), m.scheme, (m.out_features, m.in_features), self._is_transposed(n), m.activations)
             for n, m in model.named_modules()
             if isinstance(m, QuantLinear)
         ]
         everything = {rename(key.removesuffix(".weight")) for key in model.state_dict() if key.endswith(".weight")}
-        self.quantization_config = MXQuantConfig.from_dict(build_config(entries, everything))
+        kv_cache = quantized_kv_cache(model)
+        self.quantization_config = MXQuantConfig.from_dict(build_config(entries, everything, kv_cache))
         model.config.quantization_config = self.quantization_config
 
 
