@@ -219,7 +219,8 @@ class QuantScheme:
         Parts between slashes, in any order: a preset to start from, an element, a scale (``+global``
         adds a global scale), a block, a scale rule, a rounding. What is not said keeps its default.
         """
-        base, fields = cls(), {}
+        base = cls()
+        fields: dict[str, Any] = {}
         for part in text.strip().split("/"):
             scale, plus, rest = part.partition("+")
             if part in PRESETS:
