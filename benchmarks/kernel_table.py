@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from mxquant.formats import QuantScheme
-from mxquant.kernels.triton import dequantize, gradient, linear, native, quantize
+from mxquant.kernels.triton import backend, dequantize, gradient, linear, native, quantize
 from mxquant.kernels.triton.compiled import CHIPS, figures
 from mxquant.kernels.triton.configs import candidates
 from mxquant.kernels.triton.launch import Launch
@@ -34,7 +34,7 @@ SCHEMES = {
     "e8m0/32x32": QuantScheme(scale="e8m0", block=(32, 32), scale_rule="rceil", rounding="stochastic"),
 }
 # Chips whose tensor cores multiply block-scaled FP4 of a scheme.
-NATIVE = {"mxfp4": ("sm_100", "sm_120", "gfx950"), "nvfp4": ("sm_100", "sm_120")}
+NATIVE = {name: backend.NATIVE[key] for name in ("mxfp4", "nvfp4") if (key := backend.key(QuantScheme.preset(name)))}
 MORE = {
     f"{scale}/{block}{'+global' if g else ''}": QuantScheme(scale=scale, block=block, global_scale=g)
     for scale in ("e8m0", "e4m3", "ue5m3")

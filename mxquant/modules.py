@@ -58,6 +58,16 @@ class QuantLinear(nn.Module):
         self._scale_dtype, self._shape = kind, (self.out_features, self.in_features)
         self._sizes = (self._packed_shape[0] * self._packed_shape[1], self.weight_scale.numel())
 
+    @property
+    def activations(self) -> ActivationScheme | None:
+        """The format that inputs are rounded to first; None leaves them as they are."""
+        return self._activations
+
+    @activations.setter
+    def activations(self, scheme: ActivationScheme | None) -> None:
+        self._activations = scheme
+        self._dynamic = None if scheme is None else (scheme.scheme.spec, scheme.per_token)
+
     @classmethod
     def from_qtensor(cls, q: QTensor, bias: torch.Tensor | None = None) -> QuantLinear:
         """A layer that holds the tensors of ``q`` (not copies of them)."""
@@ -83,8 +93,8 @@ class QuantLinear(nn.Module):
         return self.qweight.dequantize(dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.activations is not None:
-            x = ops.quantize_activations(x, self.activations)
+        if self._dynamic is not None:
+            return torch.ops.mxquant.quantized_linear(x, *self._operands(), *self._dynamic)
         # Looking up a buffer as an attribute takes as long as a small kernel.
         buffers, bias = self._buffers, self._parameters.get("bias")
         kernels = ops.direct(x, bias)
@@ -93,15 +103,10 @@ class QuantLinear(nn.Module):
             weight, scale, divisor = buffers["weight"], buffers["weight_scale"], buffers["weight_global_scale"]
             if kernels.why_not_linear(x, shape, scheme) is None and self._fit(x, weight, scale, divisor, bias):
                 return kernels.linear(x, weight, scale, divisor, bias, shape, scheme)
-        return torch.ops.mxquant.linear(
-            x,
-            self.packed,
-            self.weight_scale,
-            self.weight_global_scale,
-            self.bias,
-            [self.out_features, self.in_features],
-            self._spec,
-        )
+        return torch.ops.mxquant.linear(x, *self._operands())
+
+    def _operands(self) -> tuple:  # type: ignore[type-arg]
+        return self.packed, self.weight_scale, self.weight_global_scale, self.bias, list(self._shape), self._spec
 
     def _fit(self, x, weight, scale, divisor, bias) -> bool:  # type: ignore[no-untyped-def]
         """Whether a kernel may trust its arguments; if not, the operator says what is wrong with them."""

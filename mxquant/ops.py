@@ -1,4 +1,4 @@
-"""The operators ``mxquant::quantize``, ``dequantize``, ``linear`` and ``quantize_activations``.
+"""The operators ``mxquant::quantize``, ``dequantize``, ``linear``, ``quantized_linear`` and their helpers.
 
 Each has a schema, a fake implementation (shapes only, for tracing) and a PyTorch reference that
 runs on any device. A scheme travels as the string ``QuantScheme.spec``.
@@ -36,6 +36,10 @@ _LIBRARY.define(
 )
 _LIBRARY.define(
     "dequantize(Tensor packed, Tensor scale, Tensor? global_scale, int[] shape, str scheme, ScalarType dtype) -> Tensor"
+)
+_LIBRARY.define(
+    "quantized_linear(Tensor x, Tensor packed, Tensor scale, Tensor? global_scale, Tensor? bias, int[] shape,"
+    " str scheme, str activations, bool per_token) -> Tensor"
 )
 _LIBRARY.define("quantize_activations(Tensor x, str scheme, bool per_token) -> Tensor")
 _LIBRARY.define(
@@ -100,6 +104,27 @@ def linear(x: torch.Tensor, weight: QTensor, bias: torch.Tensor | None = None) -
     """
     return torch.ops.mxquant.linear(
         x, weight.packed, weight.scale, weight.global_scale, bias, list(weight.shape), weight.scheme.spec
+    )
+
+
+def quantized_linear(
+    x: torch.Tensor, weight: QTensor, activations: ActivationScheme, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``Q(x) @ weight.T + bias``: :func:`linear` of what :func:`quantize_activations` makes of ``x``.
+
+    Where tensor cores multiply both formats (MXFP4, NVFP4 on some chips), they do; else the rounded
+    activations are multiplied in their dtype. The gradient passes straight through the rounding.
+    """
+    return torch.ops.mxquant.quantized_linear(
+        x,
+        weight.packed,
+        weight.scale,
+        weight.global_scale,
+        bias,
+        list(weight.shape),
+        weight.scheme.spec,
+        activations.scheme.spec,
+        activations.per_token,
     )
 
 
@@ -250,6 +275,20 @@ def _linear(x, packed, scale, global_scale, bias, shape, scheme):  # type: ignor
     return y.to(x.dtype)
 
 
+def _quantized_linear(x, packed, scale, global_scale, bias, shape, scheme, activations, per_token):  # type: ignore[no-untyped-def]
+    s, a, shape = scheme_from_spec(scheme), scheme_from_spec(activations), tuple(shape)
+    _check_linear(x, packed, scale, global_scale, bias, shape, s)
+    module = backend(x.device.type)
+    ask = getattr(module, "why_not_quantized_linear", None)
+    if module is not None and ask is not None and ask(x, shape, s, a, per_token) is None:
+        return module.quantized_linear(x, packed, scale, global_scale, bias, shape, s, a)
+    return _linear(_quantize_activations(x, activations, per_token), packed, scale, global_scale, bias, shape, scheme)
+
+
+def _quantized_linear_fake(x, packed, scale, global_scale, bias, shape, scheme, activations, per_token):  # type: ignore[no-untyped-def]
+    return _linear_fake(x, packed, scale, global_scale, bias, shape, scheme)
+
+
 def _linear_fake(x, packed, scale, global_scale, bias, shape, scheme):  # type: ignore[no-untyped-def]
     _check_linear(x, packed, scale, global_scale, bias, shape, scheme_from_spec(scheme))
     return x.new_empty([*x.shape[:-1], shape[0]])
@@ -293,7 +332,8 @@ def _check_grad(grad, packed, scale, global_scale, shape, scheme):  # type: igno
 
 
 def _linear_setup(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    _, packed, scale, global_scale, bias, shape, scheme = inputs
+    _, packed, scale, global_scale, bias, shape, scheme, *activations = inputs
+    ctx.more = len(activations)
     ctx.save_for_backward(packed, scale, global_scale)
     ctx.weight, ctx.bias_dtype = (shape, scheme), None if bias is None else bias.dtype
 
@@ -306,7 +346,7 @@ def _linear_backward(ctx, grad):  # type: ignore[no-untyped-def]
         grad_x = torch.ops.mxquant.linear_grad(grad, packed, scale, global_scale, shape, spec)
     if ctx.bias_dtype is not None and ctx.needs_input_grad[4]:
         grad_bias = grad.reshape(-1, shape[0]).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-    return grad_x, None, None, None, grad_bias, None, None
+    return grad_x, None, None, None, grad_bias, None, None, *[None] * ctx.more
 
 
 for _name, _function, _fake in (
@@ -314,9 +354,11 @@ for _name, _function, _fake in (
     ("dequantize", _dequantize, _dequantize_fake),
     ("linear", _linear, _linear_fake),
     ("linear_grad", _linear_grad, _linear_grad_fake),
+    ("quantized_linear", _quantized_linear, _quantized_linear_fake),
     ("quantize_activations", _quantize_activations, _quantize_activations_fake),
 ):
     _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"mxquant::{_name}", _fake, lib=_LIBRARY)
-torch.library.register_autograd("mxquant::linear", _linear_backward, setup_context=_linear_setup, lib=_LIBRARY)
+for _name in ("linear", "quantized_linear"):
+    torch.library.register_autograd(f"mxquant::{_name}", _linear_backward, setup_context=_linear_setup, lib=_LIBRARY)
 torch.library.register_autograd("mxquant::quantize_activations", lambda ctx, grad: (grad, None, None), lib=_LIBRARY)

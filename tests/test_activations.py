@@ -116,6 +116,25 @@ def test_operator_passes_opcheck_and_its_gradient_passes_through():
     assert torch.equal(x.grad, weight)
 
 
+@pytest.mark.parametrize("text", ["ue5m3/16", "e4m3+token/8"])
+def test_product_is_an_operator_whose_gradient_is_that_of_the_weight(text):
+    scheme, q = ActivationScheme.parse(text), mxquant.quantize(normal(8, 32, sigma=0.1), QuantScheme())
+    x, bias = normal(3, 32).requires_grad_(), normal(8, seed=2).requires_grad_()
+    parts = (q.packed, q.scale, None, bias, [8, 32], q.scheme.spec, scheme.scheme.spec, scheme.per_token)
+    torch.library.opcheck(torch.ops.mxquant.quantized_linear, (x, *parts))
+    grad = normal(3, 8, seed=3)
+    (ops.quantized_linear(x, q, scheme, bias) * grad).sum().backward()
+    torch.testing.assert_close(x.grad, grad @ q.dequantize())
+    torch.testing.assert_close(bias.grad, grad.sum(0))
+
+
+def test_layer_is_compiled_without_a_break():
+    layer = QuantLinear.from_qtensor(mxquant.quantize(normal(16, 32), QuantScheme()))
+    layer.activations = ActivationScheme.parse("ue5m3/16")
+    x = normal(3, 32)
+    assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(x))
+
+
 def test_layer_multiplies_what_its_inputs_are_rounded_to():
     q = mxquant.quantize(normal(24, 32, sigma=0.1), QuantScheme())
     layer = QuantLinear.from_qtensor(q)

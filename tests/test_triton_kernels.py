@@ -259,6 +259,40 @@ def test_fp4_times_fp4_is_the_product_of_the_dequantized(name):
     assert_close(out, x.dequantize().double() @ w.dequantize().double().T + bias.double())
 
 
+@pytest.mark.parametrize("text", ["mxfp4", "nvfp4", "nvfp4/search"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_activations_are_quantized_then_multiplied_by_tensor_cores(text, dtype):
+    scheme = QuantScheme.parse(text)
+    x, bias = weight((2 * 9, 320)).view(2, 9, 320).to(dtype), torch.randn(70).to(dtype)
+    w = quantized(scheme, (70, 320))
+    assert backend.why_not_quantized_linear(x, w.shape, scheme, scheme, False) is None
+    y = backend.quantized_linear(x, w.packed, w.scale, w.global_scale, bias, w.shape, scheme, scheme)
+    rounded = quantize_tensor(x.view(-1, 320), scheme).dequantize().double()
+    assert_close(y.view(-1, 70), rounded @ w.dequantize().double().T + bias.double())
+
+
+def test_tokens_that_are_not_finite_stay_so_through_tensor_cores():
+    x = weight((6, 64))
+    x[2, 5] = torch.inf
+    for name, lost in (("mxfp4", [2]), ("nvfp4", range(6))):
+        scheme = QuantScheme.preset(name)
+        w = quantized(scheme, (16, 64))
+        y = backend.quantized_linear(x, w.packed, w.scale, w.global_scale, None, w.shape, scheme, scheme)
+        assert y.isnan().all(1).nonzero().flatten().tolist() == list(lost)
+
+
+def test_formats_that_tensor_cores_do_not_multiply_are_told_apart():
+    nvfp4, mxfp4, ue5m3 = QuantScheme.preset("nvfp4"), QuantScheme.preset("mxfp4"), QuantScheme()
+    x = torch.randn(3, 64)
+    for weights, activations, per_token in (
+        (nvfp4, mxfp4, False),
+        (ue5m3, ue5m3, False),
+        (nvfp4, QuantScheme.parse("nvfp4/32"), False),
+        (nvfp4, nvfp4, True),
+    ):
+        assert backend.why_not_quantized_linear(x, (16, 64), weights, activations, per_token)
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_quantize_notices_one_weight_that_is_not_finite(value):
     w = weight()

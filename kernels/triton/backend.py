@@ -17,7 +17,17 @@ from mxquant.formats import QuantScheme
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SCALES = ("e8m0", "e4m3", "ue5m3", "ue5m3-61440")
 _OLDEST = (8, 0)
+# Formats that tensor cores multiply by themselves, and the chips that do.
+NATIVE = {
+    ("fp4_e2m1", "e8m0", 32): ("sm_100", "sm_103", "sm_120", "gfx950"),
+    ("fp4_e2m1", "e4m3", 16): ("sm_100", "sm_103", "sm_120"),
+}
 _TILES = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+def key(scheme: QuantScheme) -> tuple[str, str, int | tuple[int, int]]:
+    """What NATIVE is looked up by."""
+    return scheme.element, scheme.scale, scheme.block
 
 
 def unavailable() -> str | None:
@@ -79,6 +89,55 @@ def linear(
     return out
 
 
+def why_not_quantized_linear(
+    x: torch.Tensor, shape: tuple[int, int], scheme: QuantScheme, activations: QuantScheme, per_token: bool
+) -> str | None:
+    """Rules of the product of FP4 with FP4 in the tensor cores' own block-scaled arithmetic."""
+    if per_token:
+        return "tensor cores know no global scale for each row"
+    found = NATIVE.get(key(scheme))
+    if found is None or key(activations) != key(scheme):
+        return f"tensor cores multiply MXFP4 with MXFP4 and NVFP4 with NVFP4, not {activations.text} with {scheme.text}"
+    if x.device.type == "cuda" and _architecture(x.device) not in found:
+        return f"{_architecture(x.device)} has no block-scaled product of {scheme.scale} scales"
+    return why_not_linear(x, shape, scheme) or why_not_quantize(x.reshape(-1, shape[1]).contiguous(), activations)
+
+
+def quantized_linear(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    shape: tuple[int, int],
+    scheme: QuantScheme,
+    activations: QuantScheme,
+) -> torch.Tensor:
+    """One pass quantizes the activations, another multiplies. A token that is not finite gives NaN; no host sync."""
+    from mxquant.kernels.triton import native
+    from mxquant.kernels.triton.quantize import plan
+    from mxquant.methods.rtn import tensor_amax
+    from mxquant.scaling import global_scale_for
+
+    rows = x.reshape(-1, shape[1])
+    out = x.new_empty(*x.shape[:-1], shape[0])
+    if not out.numel():
+        return out
+    finite = rows.isfinite().all(1, keepdim=True)
+    rows = torch.where(finite, rows, 0).contiguous()
+    size = (rows.shape[0], rows.shape[1])
+    x_packed = torch.empty(activations.packed_shape(size), dtype=torch.uint8, device=x.device)
+    x_scale = torch.empty(activations.scale_shape(size), dtype=torch.uint8, device=x.device)
+    x_global = global_scale_for(tensor_amax(rows), activations) if activations.global_scale else None
+    bad = torch.zeros(1, dtype=torch.int32, device=x.device)
+    plan(rows, x_packed, x_scale, x_global, bad, activations, 0).run()
+    weight = (packed.contiguous(), scale.contiguous(), global_scale)
+    native.plan((x_packed, x_scale, x_global), weight, bias, out.view(-1, shape[0]), scheme).run()
+    if activations.global_scale:
+        finite = finite & finite.all()
+    return torch.where(finite.view(*x.shape[:-1], 1), out, torch.nan)
+
+
 def why_not_linear_grad(grad: torch.Tensor, shape: tuple[int, int], scheme: QuantScheme) -> str | None:
     return why_not_linear(grad, shape, scheme)
 
@@ -133,6 +192,8 @@ def quantize(
 
 def describe(operator: str, *arguments: Any) -> str:
     """Which kernel serves a call that ``why_not_<operator>`` has no objection to."""
+    if operator == "quantized_linear":
+        return "tensor cores' block-scaled product of FP4 and FP4"
     if operator != "linear":
         return f"{operator} kernel"
     x, _, scheme = arguments
@@ -160,6 +221,14 @@ def _why_not_device(device: torch.device) -> str | None:
     if device.type != "cuda":
         return None  # Triton's interpreter, or a question about shapes alone
     return _why_not_gpu(device.index if device.index is not None else torch.cuda.current_device())
+
+
+def _architecture(device: torch.device) -> str:
+    """``sm_90`` or ``gfx942``, of this CUDA or ROCm device."""
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip is not None:
+        return str(properties.gcnArchName).partition(":")[0]
+    return f"sm_{properties.major}{properties.minor}"
 
 
 @lru_cache(maxsize=16)

@@ -30,7 +30,8 @@ def quantize_dynamically(
     if x.numel() == 0:
         return x.clone()
     finite = None
-    if not bool(tensor_amax(tokens).isfinite()):
+    # Elsewhere than on a CPU, looking first would wait for the device.
+    if not tokens.is_cpu or not bool(tensor_amax(tokens).isfinite()):
         finite = tokens.isfinite().all(1, keepdim=True)
         if scheme.global_scale and not per_token:
             finite = finite & finite.all()
