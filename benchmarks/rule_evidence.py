@@ -11,12 +11,10 @@ same model, which reads the same windows of text, so every figure is a paired co
 from __future__ import annotations
 
 import argparse
-import contextlib
+import itertools
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +22,12 @@ import torch
 from machine import describe, print_table, write_json
 
 import mxquant
+from mxquant.evals.inplace import LinearWeight, Variant, linear_weights
 from mxquant.evals.models import EvalModel, load_model
 from mxquant.evals.perplexity import Perplexity, evaluate
 from mxquant.evals.text import load_text
 from mxquant.formats import SCALES, QuantScheme
 from mxquant.ops import QTensor
-from mxquant.transformers.architectures import inventory
 
 # Scale format, global scale, block: the usual block of each format, and two more of ue5m3.
 GROUPS = (
@@ -41,58 +39,6 @@ GROUPS = (
     ("e8m0", False, 32),
 )
 RESULTS = Path(__file__).parent / "results"
-
-
-@dataclass
-class LinearWeight:
-    """A parameter to quantize; GPT-2 stores it ``[in_features, out_features]``."""
-
-    parameter: torch.nn.Parameter
-    transposed: bool
-
-    @property
-    def matrix(self) -> torch.Tensor:
-        """``[out_features, in_features]``, a view."""
-        return self.parameter.data.t() if self.transposed else self.parameter.data
-
-
-@dataclass
-class Variant(EvalModel):
-    """The dense model, with the weights in ``packed`` in place of its own while it runs."""
-
-    linears: list[LinearWeight] = field(default_factory=list)
-    packed: list[QTensor] = field(default_factory=list)
-
-    @contextlib.contextmanager
-    def logits(self, tokens: torch.Tensor) -> Iterator[Callable[[int, int], torch.Tensor]]:
-        """As in the base class; the body runs at once, the head (always dense) for each piece."""
-        body = self.model.base_model
-        with weights_in_place(self.linears, self.packed):
-            hidden = body(tokens.to(self.device), use_cache=False)
-
-        def piece(start: int, stop: int) -> torch.Tensor:
-            body.forward = lambda *args, **kwargs: hidden
-            try:
-                keep = torch.arange(start, stop, device=self.device)
-                return self.model(tokens.to(self.device), use_cache=False, logits_to_keep=keep).logits
-            finally:
-                del body.forward
-
-        yield piece
-
-
-@contextlib.contextmanager
-def weights_in_place(linears: list[LinearWeight], packed: list[QTensor]) -> Iterator[None]:
-    """While this lasts, the linears hold what the packed weights decode to."""
-    dense = [linear.parameter.data for linear in linears]
-    for linear, q in zip(linears, packed, strict=bool(packed)):
-        weight = q.dequantize(linear.parameter.dtype)
-        linear.parameter.data = weight.t() if linear.transposed else weight
-    try:
-        yield
-    finally:
-        for linear, data in zip(linears, dense, strict=True):
-            linear.parameter.data = data
 
 
 def parse_args() -> argparse.Namespace:
@@ -118,36 +64,31 @@ def schemes(scales: list[str] | None) -> list[QuantScheme]:
     ]
 
 
-def linear_weights(model: torch.nn.Module) -> list[LinearWeight]:
-    """The weights that are quantized by default."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    return [LinearWeight(parameters[p.name], p.transposed) for p in inventory(model) if p.quantizable]
-
-
 def quantize_all(
     linears: list[LinearWeight], scheme: QuantScheme, repeats: int
-) -> tuple[list[QTensor], dict[str, Any]]:
+) -> tuple[list[list[QTensor]], dict[str, Any]]:
     """The quantized weights, with their error and what they took."""
     wall, cpu, packed = math.inf, math.inf, []
     for _ in range(repeats):
         began, cpu_began = time.perf_counter(), time.process_time()
-        packed = [mxquant.quantize(linear.matrix, scheme) for linear in linears]
+        packed = [[mxquant.quantize(matrix, scheme) for matrix in linear.matrices] for linear in linears]
         cpu, wall = min(cpu, time.process_time() - cpu_began), min(wall, time.perf_counter() - began)
     count = sum(linear.parameter.numel() for linear in linears)
     return packed, {
         **weight_error(linears, packed),
-        "bits_per_weight": 8 * sum(q.nbytes for q in packed) / count,
+        "bits_per_weight": 8 * sum(q.nbytes for qs in packed for q in qs) / count,
         "parameters_per_second": count / wall,
         "parameters_per_cpu_second": count / cpu,
     }
 
 
-def weight_error(linears: list[LinearWeight], packed: list[QTensor]) -> dict[str, float]:
+def weight_error(linears: list[LinearWeight], packed: list[list[QTensor]]) -> dict[str, float]:
     """Error of all weights together, and the share of those that became zero."""
     error = signal = 0.0
     lost = count = 0
-    for linear, q in zip(linears, packed, strict=True):
-        weight, decoded = linear.matrix.float(), q.dequantize(torch.float32)
+    matrices = [matrix for linear in linears for matrix in linear.matrices]
+    for matrix, q in zip(matrices, itertools.chain(*packed), strict=True):
+        weight, decoded = matrix.float(), q.dequantize(torch.float32)
         error += float((decoded - weight).square().sum(dtype=torch.float64))
         signal += float(weight.square().sum(dtype=torch.float64))
         lost += int(((decoded == 0) & (weight != 0)).sum())
@@ -163,15 +104,12 @@ def weight_error(linears: list[LinearWeight], packed: list[QTensor]) -> dict[str
 def make_variants(dense: EvalModel, args: argparse.Namespace) -> tuple[Variant, list[Variant], list[dict[str, Any]]]:
     """The baseline, a variant for each scheme, and what is known before any text is read."""
     linears = linear_weights(dense.model)
-    baseline = Variant("dense", dense.source, dense.model, dense.tokenizer, linears=linears)
+    baseline = Variant.of(dense, "dense", linears)
     variants, rows = [], []
     for scheme in schemes(args.scales):
         packed, figures = quantize_all(linears, scheme, args.speed_repeats)
         say(f"{scheme.name}, {scheme.scale_rule}: error {100 * figures['relative_error']:.2f} %")
-        name = f"{scheme.name} {scheme.scale_rule}"
-        variants.append(
-            Variant(name, dense.source, dense.model, dense.tokenizer, scheme.name, linears=linears, packed=packed)
-        )
+        variants.append(Variant.of(dense, f"{scheme.name} {scheme.scale_rule}", linears, weights=packed))
         rows.append({"scheme": scheme.to_dict(), **figures})
     return baseline, variants, rows
 
@@ -193,10 +131,11 @@ def without_copies(variants: list[Variant]) -> tuple[list[Variant], list[int]]:
 
 def same_weights(one: Variant, other: Variant) -> bool:
     """Whether two variants hold the same bytes in the same format."""
-    a, b = one.packed[0].scheme, other.packed[0].scheme
+    ours, theirs = ([q for packed in v.weights or () for q in packed] for v in (one, other))
+    a, b = ours[0].scheme, theirs[0].scheme
     if (a.scale, a.block, a.global_scale) != (b.scale, b.block, b.global_scale):
         return False
-    pairs = list(zip(one.packed, other.packed, strict=True))
+    pairs = list(zip(ours, theirs, strict=True))
     return all(torch.equal(p.packed, q.packed) for p, q in pairs) and all(
         torch.equal(p.scale.view(torch.uint8), q.scale.view(torch.uint8)) for p, q in pairs
     )

@@ -58,8 +58,7 @@ class EvalModel:
         logits of a window are gigabytes where the vocabulary is large.
         """
         tokens = tokens.to(self.device)
-        body = self.model.base_model
-        if body is self.model or "logits_to_keep" not in inspect.signature(self.model.forward).parameters:
+        if not takes_positions(self.model):
             whole = self.model(tokens, use_cache=False).logits
             yield lambda start, stop: whole[:, start:stop]
             return
@@ -68,8 +67,13 @@ class EvalModel:
             keep = torch.arange(start, stop, device=tokens.device)
             return self.model(tokens, use_cache=False, logits_to_keep=keep).logits
 
-        with _run_once(body):
+        with _run_once(self.model.base_model):
             yield piece
+
+
+def takes_positions(model: Any) -> bool:
+    """Whether the model has a body and a head, and can run the head for chosen positions only."""
+    return model.base_model is not model and "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
 @contextlib.contextmanager
@@ -83,8 +87,22 @@ def _run_once(module: torch.nn.Module) -> Iterator[None]:
             kept.append(forward(*args, **kwargs))
         return kept[0]
 
+    with forward_is(module, once):
+        yield
+
+
+@contextlib.contextmanager
+def answering(module: torch.nn.Module, answer: Any) -> Iterator[None]:
+    """While this lasts, ``module`` answers every call with ``answer``."""
+    with forward_is(module, lambda *args, **kwargs: answer):
+        yield
+
+
+@contextlib.contextmanager
+def forward_is(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """While this lasts, calls of ``module`` go to ``forward``."""
     before = module.__dict__.get("forward")  # accelerate, too, replaces it on the instance
-    module.forward = once  # type: ignore[method-assign]
+    module.forward = forward  # type: ignore[method-assign]
     try:
         yield
     finally:

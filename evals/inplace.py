@@ -1,0 +1,208 @@
+"""One dense model in memory that stands in for many quantized ones.
+
+The weights of its linear layers are replaced by what quantized ones decode to, and restored; its
+embeddings, norms and head stay as they are. Nothing is copied but the linear weights themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mxquant.activations import ActivationScheme
+from mxquant.errors import MXQuantError
+from mxquant.evals import experts
+from mxquant.evals.models import EvalModel, answering, takes_positions
+from mxquant.ops import QTensor, quantize_activations
+from mxquant.plan import MAX_DENSE_SHARE
+from mxquant.transformers.architectures import inventory
+
+# Kinds of matrices that are left alone on purpose; see :class:`mxquant.transformers.architectures.Parameter`.
+_LEFT_ALONE = ("embedding", "output head", "norm", "bias", "convolution")
+
+
+@dataclass(frozen=True, eq=False)
+class LinearWeight:
+    """A parameter to quantize, of the layer ``module``.
+
+    GPT-2 stores it ``transposed``, ``[in_features, out_features]``; the experts of a mixture hold
+    several matrices in one parameter, ``[experts, ...]``.
+    """
+
+    name: str
+    parameter: torch.nn.Parameter
+    transposed: bool
+    module: torch.nn.Module
+
+    @property
+    def matrices(self) -> list[torch.Tensor]:
+        """``[out_features, in_features]`` each, views of the parameter."""
+        return self.views(self.parameter.data)
+
+    def views(self, data: torch.Tensor) -> list[torch.Tensor]:
+        """The matrices in a tensor of the parameter's shape."""
+        matrices = [data] if data.ndim == 2 else list(data)
+        return [m.t() for m in matrices] if self.transposed else matrices
+
+    def decoded(self, packed: Sequence[QTensor]) -> torch.Tensor:
+        """What the parameter is when its ``matrices`` are replaced by packed ones."""
+        data = torch.empty_like(self.parameter.data)
+        for view, q in zip(self.views(data), packed, strict=True):
+            view.copy_(q.dequantize(data.dtype))
+        return data
+
+
+def linear_weights(model: Any) -> list[LinearWeight]:
+    """The weights that are quantized by default, those of experts included.
+
+    Raises ``MXQuantError`` if a good part of the model's matrices is of a kind that is not known:
+    figures of a model that is quantized by half would mislead.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found, left, total = [], [], 0
+    for p in inventory(model):
+        tensor, module = parameters[p.name], modules[p.module]
+        if p.quantizable:
+            found.append(LinearWeight(p.name, tensor, p.transposed, module))
+        elif experts.holds(module, p.name):
+            found.append(LinearWeight(p.name, tensor, experts.is_transposed(module), module))
+        elif tensor.ndim > 1 and p.kind not in _LEFT_ALONE:
+            left.append((tensor.numel(), p.name, p.reason))
+        else:
+            continue
+        total += tensor.numel()
+    missed = sum(size for size, _, _ in left)
+    if missed > MAX_DENSE_SHARE * total:
+        _, name, reason = max(left)
+        raise MXQuantError(f"{missed / total:.0%} of the weights in matrices would stay dense, e.g. {name} ({reason})")
+    if not found:
+        raise MXQuantError("the model has no linear layers to quantize")
+    return found
+
+
+Weights = Sequence[torch.Tensor | Sequence[QTensor]]
+
+
+@contextlib.contextmanager
+def weights_in_place(linears: Sequence[LinearWeight], weights: Weights) -> Iterator[None]:
+    """While this lasts, the linears hold ``weights``: tensors, or packed matrices, decoded now."""
+    dense = [linear.parameter.data for linear in linears]
+    try:
+        for linear, weight in zip(linears, weights, strict=True):
+            linear.parameter.data = weight if isinstance(weight, torch.Tensor) else linear.decoded(weight)
+        yield
+    finally:
+        for linear, data in zip(linears, dense, strict=True):
+            linear.parameter.data = data
+
+
+@contextlib.contextmanager
+def inputs_quantized(linears: Sequence[LinearWeight], scheme: ActivationScheme) -> Iterator[None]:
+    """While this lasts, exactly the layers of ``linears`` round their inputs to the scheme first."""
+    quantize = _Remembering(lambda x: quantize_activations(x, scheme))
+
+    def before(_: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return quantize(args[0]), *args[1:]
+
+    modules = list(dict.fromkeys(linear.module for linear in linears))
+    plain = [module for module in modules if not experts.is_experts(module)]
+    handles = [module.register_forward_pre_hook(before) for module in plain]
+    try:
+        with experts.inputs_through(quantize, [module for module in modules if experts.is_experts(module)]):
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Remembering:
+    """A function of one tensor that answers a repeated question from memory: q, k and v share their input."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]):
+        self._function = function
+        self._last: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._last is None or self._last[0] is not x:
+            self._last = x, self._function(x)
+        return self._last[1]
+
+
+@dataclass
+class Variant(EvalModel):
+    """The dense model, with other weights (and quantized inputs) in its linear layers while it runs.
+
+    ``weights``: one for each of ``linears``, see :func:`weights_in_place`; None leaves them dense.
+    ``activations``: how the inputs of ``linears`` are quantized; None for not at all.
+    """
+
+    linears: list[LinearWeight] = field(default_factory=list)
+    weights: Weights | None = None
+    activations: ActivationScheme | None = None
+
+    @classmethod
+    def of(cls, dense: EvalModel, name: str, linears: list[LinearWeight], **changes: Any) -> Variant:
+        """A variant of a loaded dense model, which it shares."""
+        return cls(name, dense.source, dense.model, dense.tokenizer, linears=linears, **changes)
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """While this lasts, the shared model *is* this variant."""
+        with contextlib.ExitStack() as stack:
+            if self.weights is not None:
+                stack.enter_context(weights_in_place(self.linears, self.weights))
+            if self.activations is not None:
+                stack.enter_context(inputs_quantized(self.linears, self.activations))
+            yield
+
+    @contextlib.contextmanager
+    def logits(self, tokens: torch.Tensor) -> Iterator[Callable[[int, int], torch.Tensor]]:
+        """As in the base class; the body runs at once, the head (always dense) for each piece."""
+        tokens = tokens.to(self.device)
+        if not takes_positions(self.model):
+            with self.in_place():
+                whole = self.model(tokens, use_cache=False).logits
+            yield lambda start, stop: whole[:, start:stop]
+            return
+        hidden = self.hidden(tokens)
+
+        def piece(start: int, stop: int) -> torch.Tensor:
+            keep = torch.arange(start, stop, device=tokens.device)
+            with answering(self.model.base_model, hidden):
+                return self.model(tokens, use_cache=False, logits_to_keep=keep).logits
+
+        yield piece
+
+    def hidden(self, tokens: torch.Tensor) -> Any:
+        """What the model's body makes of tokens."""
+        with self.in_place():
+            return self.model.base_model(tokens, use_cache=False)
+
+
+@dataclass
+class RememberingVariant(Variant):
+    """A variant that keeps what its body made of each batch, up to ``budget`` bytes.
+
+    The reference of many comparisons: only its head runs again. Hidden states take a fraction of
+    the memory of log-probabilities, whose vocabulary is many times their width.
+    """
+
+    budget: int = 0
+    _kept: dict[bytes, Any] = field(default_factory=dict)
+
+    def hidden(self, tokens: torch.Tensor) -> Any:
+        key = tokens.cpu().numpy().tobytes()
+        if key in self._kept:
+            return self._kept[key]
+        hidden = super().hidden(tokens)
+        states = hidden.last_hidden_state
+        size = states.numel() * states.element_size()
+        if size <= self.budget:
+            self.budget -= size
+            self._kept[key] = type(hidden)(last_hidden_state=states)
+        return hidden
