@@ -20,13 +20,14 @@ from pathlib import Path
 import torch
 
 from mxquant.formats import QuantScheme
-from mxquant.kernels.triton import backend, dequantize, gradient, linear, native, quantize
+from mxquant.kernels.triton import backend, dequantize, gradient, grouped, linear, native, quantize
 from mxquant.kernels.triton.compiled import CHIPS, figures
 from mxquant.kernels.triton.configs import candidates
 from mxquant.kernels.triton.launch import Launch
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "kernels.md"
-N, K = 14336, 4096  # Llama 3 8B's up projection
+N, K = 14336, 4096  # Llama 3 8B's up projection, and that of Mixtral's experts
+EXPERTS = 8
 SCHEMES = {
     "ue5m3/16": QuantScheme(scale="ue5m3", block=16),
     "mxfp4": QuantScheme.preset("mxfp4"),
@@ -34,7 +35,7 @@ SCHEMES = {
     "e8m0/32x32": QuantScheme(scale="e8m0", block=(32, 32), scale_rule="rceil", rounding="stochastic"),
 }
 # Chips whose tensor cores multiply block-scaled FP4 of a scheme.
-NATIVE = {name: backend.NATIVE[key] for name in ("mxfp4", "nvfp4") if (key := backend.key(QuantScheme.preset(name)))}
+NATIVE = {name: backend.NATIVE[backend.key(SCHEMES[name])] for name in ("mxfp4", "nvfp4")}
 MORE = {
     f"{scale}/{block}{'+global' if g else ''}": QuantScheme(scale=scale, block=block, global_scale=g)
     for scale in ("e8m0", "e4m3", "ue5m3")
@@ -66,6 +67,15 @@ def products(scheme: QuantScheme, dtype: torch.dtype, full: bool) -> Iterator[tu
                 yield step + name, launch
 
 
+def experts_product(scheme: QuantScheme, rows_each: int) -> Launch:
+    """The products of the experts of a mixture, in bf16."""
+    packed, scale, g = (None if t is None else meta((EXPERTS, *t.shape), t.dtype) for t in parts(scheme))
+    m = EXPERTS * rows_each
+    x, out = meta((m, K), torch.bfloat16), meta((m, N), torch.bfloat16)
+    g = None if g is None else meta((EXPERTS,), torch.float32)
+    return grouped.plan(x, meta((EXPERTS,), torch.int32), packed, scale, g, None, out, scheme)
+
+
 def cases(full: bool = False) -> dict[tuple[str, str], Launch]:
     """(kernel, scheme) -> the launch to compile."""
     found: dict[tuple[str, str], Launch] = {}
@@ -82,6 +92,8 @@ def cases(full: bool = False) -> dict[tuple[str, str], Launch]:
         found["dequantize", name] = dequantize.plan(packed, scale, g, weight, scheme)
         grad, out = meta((2048, N), torch.bfloat16), meta((2048, K), torch.bfloat16)
         found["gradient", name] = gradient.plan(grad, packed, scale, g, out, scheme)
+        for rows_each in (4, 256) if name in ("ue5m3/16", "nvfp4") or full else ():
+            found[f"grouped {EXPERTS} experts, {rows_each} rows each", name] = experts_product(scheme, rows_each)
         if name in NATIVE:
             rows, shape = meta((2048, N), torch.bfloat16), (2048, K)
             x = (meta(scheme.packed_shape(shape), torch.uint8), meta(scheme.scale_shape(shape), torch.uint8), g)

@@ -59,7 +59,9 @@ def test_no_kernel_spills_registers_and_all_fit_into_shared_memory(rows):
 
 
 def test_products_of_matrices_use_the_tensor_cores(rows):
-    products = [r for r in rows if r["kernel"].startswith(("linear", "gradient")) and " 1 [" not in r["kernel"]]
+    products = [
+        r for r in rows if r["kernel"].startswith(("linear", "gradient", "grouped")) and " 1 [" not in r["kernel"]
+    ]
     assert len(products) >= 10
     assert not [name(r) for r in products if not any(m.startswith(MATRIX[r["chip"]]) for m in r["matrix"])]
 
@@ -73,7 +75,7 @@ def test_fp4_times_fp4_is_the_block_scaled_instruction_where_the_chip_has_one(ro
 
 def test_packed_bytes_are_loaded_16_at_a_time(rows):
     readers = [r for r in rows if r["packed_load"] and not r["kernel"].startswith("native")]
-    assert {r["kernel"].split()[0] for r in readers} == {"linear", "gradient", "dequantize"}
+    assert {r["kernel"].split()[0] for r in readers} == {"linear", "gradient", "grouped", "dequantize"}
     assert not [name(r) for r in readers if r["packed_load"] != 16 or "16" not in r["loads"]]
 
 

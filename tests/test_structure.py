@@ -28,11 +28,11 @@ LAYERS = (
     ("scaling", "qtensor"),
     ("methods",),
     ("ops",),
-    ("kernels",),
-    ("modules",),
+    ("grouped", "kernels"),
+    ("modules", "theory"),
     ("checkpoint",),
     ("output", "transformers"),
-    ("plan",),
+    ("plan", "training"),
     ("report", "scan"),
     ("pipeline",),
     ("analysis",),
@@ -44,7 +44,7 @@ LEVEL = {unit: level for level, layer in enumerate(LAYERS) for unit in layer}
 
 # Who may import a package that the rest must do without.
 ONLY_IN = {
-    "transformers": ("mxquant.transformers", "mxquant.evals"),
+    "transformers": ("mxquant.transformers", "mxquant.training", "mxquant.evals"),
     "lm_eval": ("mxquant.evals.tasks",),
     "huggingface_hub": ("mxquant.checkpoint.reader", "mxquant.evals"),
     "compressed_tensors": (),

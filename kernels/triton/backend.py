@@ -138,6 +138,25 @@ def quantized_linear(
     return torch.where(finite.view(*x.shape[:-1], 1), out, torch.nan)
 
 
+def grouped_linear(
+    x: torch.Tensor,
+    ends: torch.Tensor,
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    scheme: QuantScheme,
+) -> torch.Tensor:
+    """The products of a mixture's experts in one launch; served where ``linear`` is."""
+    from mxquant.kernels.triton.grouped import plan
+
+    rows, out = _rows(x, x.shape[1]), x.new_empty(x.shape[0], packed.shape[1])
+    if out.numel():
+        bias = None if bias is None else bias.contiguous()
+        plan(rows, ends.contiguous(), packed.contiguous(), scale.contiguous(), global_scale, bias, out, scheme).run()
+    return out
+
+
 def why_not_linear_grad(grad: torch.Tensor, shape: tuple[int, int], scheme: QuantScheme) -> str | None:
     return why_not_linear(grad, shape, scheme)
 
