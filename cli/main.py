@@ -14,6 +14,7 @@ _COMMANDS = {
     "eval": "Measure perplexity, divergence from a baseline and downstream tasks.",
     "bench": "Time packed linear layers against dense ones, and against the machine's limits.",
     "dequantize": "Turn a quantized checkpoint back into a dense one.",
+    "theory": "Say what schemes cost on weights of a given width, and where blocks change order.",
     "env": "Show versions, the processor and which kernels are used.",
     "demo": "Quantize the bundled model four ways, evaluate and compare.",
 }

@@ -25,9 +25,13 @@ _EXPORTS = {
     "quantize_model": "mxquant.pipeline",
 }
 
-__all__ = ["__version__", *_EXPORTS]
+# Submodules that `import mxquant` makes available, e.g. `mxquant.theory.mse`.
+_SUBMODULES = ("theory",)
+
+__all__ = ["__version__", *_EXPORTS, *_SUBMODULES]
 
 if TYPE_CHECKING:
+    from mxquant import theory
     from mxquant.activations import ActivationScheme
     from mxquant.densify import dequantize_model
     from mxquant.errors import MXQuantError
@@ -42,6 +46,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return importlib.import_module(f"mxquant.{name}")
     if name not in _EXPORTS:
         raise AttributeError(f"module 'mxquant' has no attribute {name!r}")
     value = getattr(importlib.import_module(_EXPORTS[name]), name)

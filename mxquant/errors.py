@@ -19,6 +19,10 @@ class CheckpointError(MXQuantError, ValueError):
     """A checkpoint that is missing, broken, unsupported or already quantized."""
 
 
+class TheoryError(MXQuantError, ValueError):
+    """A question that the theory of quantization errors cannot answer, e.g. a negative sigma."""
+
+
 class PlanError(MXQuantError, ValueError):
     """A quantization plan with problems; ``problems`` lists them all."""
 
