@@ -266,8 +266,8 @@ def _check_coverage(tensors: list[TensorPlan], recipe: QuantRecipe, allow_dense:
 def _choose_format(quantized: list[TensorPlan], recipe: QuantRecipe) -> tuple[str, str]:
     """The on-disk format and the reason for it."""
     if recipe.activations or recipe.kv_cache:
-        what = "activations" if recipe.activations else "a KV cache"
-        return native.QUANT_METHOD, f"compressed-tensors has no words for {what} scaled as the model runs, as here"
+        what = "activations" if recipe.activations else "keys and values"
+        return native.QUANT_METHOD, f"it says what {what} are rounded to as the model runs"
     names = {compressed_tensors.format_name(t.scheme) for t in quantized if t.scheme}
     if names == {None}:
         return native.QUANT_METHOD, "no other format holds this scheme"
