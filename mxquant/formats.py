@@ -328,7 +328,7 @@ class QuantScheme:
             fields["block"] = tuple(fields["block"])
         return cls.preset(preset, **fields)
 
-    @property
+    @cached_property
     def spec(self) -> str:
         """The scheme as one line of JSON: what operators carry, see :func:`scheme_from_spec`."""
         return json.dumps(self.to_dict(), sort_keys=True)

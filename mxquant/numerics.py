@@ -30,6 +30,8 @@ _SCALE_DTYPES = {
     "fp32": torch.float32,
 }
 
+_FLOAT8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+
 
 def scale_dtype(fmt: ScaleFormat) -> torch.dtype:
     """The dtype that block scales of this format are stored in."""
@@ -121,6 +123,8 @@ def nearest_values(x: torch.Tensor, fmt: ElementFormat) -> torch.Tensor:
 
 def magnitude_codes(values: torch.Tensor, fmt: ElementFormat) -> torch.Tensor:
     """Codes (fp32 holding integers) of fp32 magnitudes that are values of the format."""
+    if fmt.name in _FLOAT8:  # values of the format are exact in PyTorch's dtype, whose bits are the codes
+        return values.to(_FLOAT8[fmt.name]).view(torch.uint8).to(torch.float32)
     if fmt.name != "fp4_e2m1":
         return encode_magnitude(values, fmt).to(torch.float32)
     # 0 .5 1 1.5 2 3 4 6 lie on three straight lines, of which the lowest is the code.

@@ -1,0 +1,146 @@
+"""Putting FP4 layers in the place of a model's linear layers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from mxquant.errors import CheckpointError, SchemeError
+from mxquant.modules import QuantLinear
+from mxquant.training.linear import FP4Conv1D, FP4Linear
+from mxquant.training.noise import Noise
+from mxquant.training.recipes import LinearFormats, TrainingRecipe
+from mxquant.transformers.architectures import inventory, is_plain_linear
+
+# More of a model's matrices than this may not stay in high precision unasked.
+_MAX_HIGH_SHARE = 0.05
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What becomes of one linear layer: its formats, None for high precision, and the reason."""
+
+    name: str
+    shape: tuple[int, int]
+    formats: LinearFormats | None
+    reason: str
+
+
+def convert(
+    model: nn.Module, recipe: TrainingRecipe | str | Path = "fp4-2d", *, seed: int = 0, allow_high: bool = False
+) -> nn.Module:
+    """Make a model's linear layers train in FP4, in place; returns the model.
+
+    Parameters
+    ----------
+    model : any Hugging Face causal LM, or another module with ``nn.Linear`` or ``Conv1D`` layers.
+        Parameters stay the very same objects, in the dtype they have: the optimizer's master weights.
+        Embeddings, norms, and an output head that no rule names stay in high precision.
+    recipe : a recipe, the name of one (:mod:`mxquant.training.recipes`) or a YAML or JSON file.
+    seed : of the rounding noise; see :func:`noise_of` for resuming.
+    allow_high : accept weights that no layer can take to FP4, such as fused experts.
+
+    Raises ``SchemeError`` for rules that match nothing and models of which nothing or too little could be
+    converted, ``CheckpointError`` for a model that is quantized already.
+    """
+    recipe = TrainingRecipe.of(recipe)
+    choices = choose(model, recipe, allow_high=allow_high)
+    noise = Noise(seed)
+    modules = dict(model.named_modules())
+    for choice in choices:
+        if choice.formats is not None:
+            layer: Any = modules[choice.name]
+            # The object stays: hooks, ties and other references to it hold.
+            layer.__class__ = FP4Conv1D if isinstance(layer, Conv1D) else FP4Linear
+            layer.set_up(choice.formats, choice.name, noise)
+    if recipe.quantizes:
+        model.register_forward_pre_hook(noise.before_forward)
+    return model
+
+
+def choose(model: nn.Module, recipe: TrainingRecipe, *, allow_high: bool = False) -> list[Choice]:
+    """What :func:`convert` would make of each linear layer, in order; the errors are its own."""
+    _check_dense(model)
+    layers = list(_linear_layers(model))
+    names = [name for name, _, _ in layers]
+    if unused := recipe.unused_patterns(names):
+        raise SchemeError(f"recipe {recipe.name}: pattern {unused[0]!r} matches no linear layer of the model")
+    block_of = {name: _block(name) for name in names}
+    blocks = max((b for b in block_of.values() if b is not None), default=-1) + 1
+    choices = []
+    for name, layer, is_head in layers:
+        decision = recipe.decide(name, block_of[name], blocks)
+        formats, reason = decision.formats, decision.reason
+        if is_head and not decision.named:
+            formats, reason = None, "output head"
+        shape = tuple(layer.weight.shape)
+        choices.append(Choice(name, shape[::-1] if isinstance(layer, Conv1D) else shape, formats, reason))
+    if recipe.quantizes:
+        _check_coverage(model, recipe, choices, allow_high)
+    return choices
+
+
+def fp4_layers(model: nn.Module) -> dict[str, FP4Linear | FP4Conv1D]:
+    """The converted layers of a model, by the name that they had when it was converted."""
+    return {m.name: m for m in model.modules() if isinstance(m, FP4Linear | FP4Conv1D)}
+
+
+def noise_of(model: nn.Module) -> Noise | None:
+    """The noise that a converted model's layers share; None for a model without such layers.
+
+    A training loop of one's own saves ``noise_of(model).state_dict()`` with its checkpoints, or calls
+    ``noise_of(model).start(steps * accumulation)`` when it resumes. The Trainer callback does the latter.
+    """
+    return next((layer.noise for layer in fp4_layers(model).values()), None)
+
+
+def _linear_layers(model: nn.Module) -> Iterator[tuple[str, Any, bool]]:
+    """Name, module and whether it is the output head, of every plain linear layer."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    for name, module in model.named_modules():
+        if is_plain_linear(module):
+            yield name, module, module is head
+
+
+def _block(name: str) -> int | None:
+    """Index of the decoder block that a module is in: the first number in its name."""
+    found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
+    return int(found[1]) if found else None
+
+
+def _check_dense(model: nn.Module) -> None:
+    config = getattr(getattr(model, "config", None), "quantization_config", None)
+    if config is not None or any(isinstance(m, QuantLinear) for m in model.modules()):
+        raise CheckpointError(
+            "the model is quantized already, and packed weights cannot be trained; start from the dense model, "
+            "or make one with `mxquant dequantize`"
+        )
+    if fp4_layers(model):
+        raise CheckpointError("the model's layers have been converted before; load it again for another recipe")
+
+
+def _check_coverage(model: nn.Module, recipe: TrainingRecipe, choices: list[Choice], allow_high: bool) -> None:
+    if all(choice.formats is None for choice in choices):
+        raise SchemeError(f"recipe {recipe.name} quantizes nothing of this model: it has {len(choices)} linear layers")
+    if allow_high or not hasattr(model, "get_output_embeddings"):
+        return
+    others = [p for p in inventory(model) if p.kind.startswith("other") and len(p.shape) >= 2]
+    missed = sum(_size(p.shape) for p in others)
+    if missed > _MAX_HIGH_SHARE * (missed + sum(_size(choice.shape) for choice in choices)):
+        raise SchemeError(
+            f"{others[0].name} and {len(others) - 1} more weights are no linear layers, so they would train in high "
+            "precision; pass allow_high=True (--allow-high) to accept that"
+        )
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for length in shape:
+        size *= length
+    return size
