@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mxquant.cli.common import EXIT_FAILED, console, handle_errors, progress, write_json
+from mxquant.cli.options import batch_size_option, check_task_options, loading_options, seq_len_option, task_options
 
 if TYPE_CHECKING:
     from mxquant.evals.report import Report
@@ -42,33 +43,12 @@ _SECONDS_BETWEEN_LINES = 10
     metavar="wikitext2|builtin|FILE",
     help="Text for perplexity: WikiText-2's test split from the hub, Python's documentation, or a UTF-8 file.",
 )
-@click.option(
-    "--seq-len",
-    type=click.IntRange(min=2),
-    help="Tokens in a window.  [default: 2048, or the models' limit if smaller]",
-)
+@seq_len_option
 @click.option("--windows", type=click.IntRange(min=1), help="Use only the first windows.  [default: the whole text]")
-@click.option(
-    "--batch-size", type=click.IntRange(min=1), default=1, show_default=True, help="Windows or items at once."
-)
+@batch_size_option
 @click.option("--no-perplexity", is_flag=True, help="Only run tasks.")
-@click.option("--tasks", metavar="A,B", help="lm-eval tasks to run as well, by name or YAML file.")
-@click.option("--limit", type=click.FloatRange(min=0, min_open=True), help="Items per task; a share if below 1.")
-@click.option(
-    "--num-fewshot", type=click.IntRange(min=0), help="Solved examples before each item.  [default: the task's]"
-)
-@click.option("--include-path", type=click.Path(), help="Folder of task YAMLs of your own.")
-@click.option(
-    "--dtype",
-    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
-    default="auto",
-    show_default=True,
-    help="Of activations and dense weights; auto is the checkpoint's.",
-)
-@click.option(
-    "--device", default="auto", show_default=True, help="cpu, cuda, cuda:1, ...; auto is CUDA if there is one."
-)
-@click.option("--trust-remote-code", is_flag=True, help="Run model code that comes with a checkpoint.")
+@task_options
+@loading_options
 @click.option("--output", type=click.Path(path_type=Path), help="Write the results to this file as JSON.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw the comparison: .png, .pdf or .svg.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
@@ -174,12 +154,9 @@ def prepare_libraries() -> None:
 
 def _check(options: dict[str, Any]) -> None:
     """What can be known to be wrong before anything is read."""
-    if options["tasks"] is None:
-        for name in ("limit", "num_fewshot", "include_path"):
-            if options[name] is not None:
-                raise click.UsageError(f"--{name.replace('_', '-')} goes with --tasks")
-        if options["no_perplexity"]:
-            raise click.UsageError("--no-perplexity leaves nothing to do without --tasks")
+    check_task_options(options)
+    if options["no_perplexity"] and options["tasks"] is None:
+        raise click.UsageError("--no-perplexity leaves nothing to do without --tasks")
     if options["no_perplexity"] and options["plot"] is not None:
         raise click.UsageError("--plot draws perplexity, which --no-perplexity leaves out")
     for name in ("output", "plot"):

@@ -73,7 +73,7 @@ class Perplexity:
 
 def evaluate(
     models: Sequence[EvalModel],
-    text: EvalText | str,
+    text: EvalText | str | torch.Tensor,
     *,
     baseline: EvalModel | None = None,
     seq_len: int | None = None,
@@ -82,6 +82,8 @@ def evaluate(
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Perplexity]:
     """Perplexity of every model on a text, and with a ``baseline`` the divergence from it.
+
+    Instead of a text it may be windows that :func:`mxquant.evals.windows.cut_windows` made before.
 
     With a baseline its result comes first, and all models run side by side, window by window, so
     that each of its log-probabilities is computed once and none is stored. ``windows`` limits their
@@ -95,11 +97,13 @@ def evaluate(
     if batch_size < 1:
         raise MXQuantError(f"cannot evaluate batches of {batch_size} windows; use --batch-size 1 or more")
     everyone = list(models) if baseline is None else [baseline, *models]
+    if isinstance(text, torch.Tensor):
+        seq_len = text.shape[1]
     limits = {m.name: getattr(m.model.config.get_text_config(), "max_position_embeddings", None) for m in everyone}
     length = window_length(seq_len, limits)
     if baseline is not None:
         check_vocabularies(everyone)
-    cut = [cut_windows(m.tokenizer, text, length, windows) for m in everyone]
+    cut = [_windows(m, text, length, windows) for m in everyone]
     done, total = 0, sum(map(len, cut))
 
     def advance(count: int) -> None:
@@ -115,6 +119,10 @@ def evaluate(
         tallies = [_score([m], w, batch_size, advance)[0] for m, w in zip(everyone, cut, strict=True)]
     bos = [bos_token(m.tokenizer) is not None for m in everyone]
     return [tally.result(tallies[0], length, b) for tally, b in zip(tallies, bos, strict=True)]
+
+
+def _windows(model: EvalModel, text: EvalText | str | torch.Tensor, length: int, limit: int | None) -> torch.Tensor:
+    return text[:limit] if isinstance(text, torch.Tensor) else cut_windows(model.tokenizer, text, length, limit)
 
 
 @dataclass

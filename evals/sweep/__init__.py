@@ -1,0 +1,1 @@
+"""One model measured in many formats: scale x block x rule x element x activations."""

@@ -1,0 +1,135 @@
+"""Finished cells on disk, one JSON file each, so that a sweep that is interrupted or extended continues.
+
+A file's name is a hash of everything its figures were computed from: the model's parameters and
+config, the very tokens, the formats, the dtype and kind of device. What computed them, versions of
+mxquant and of its code, is inside: a cell made by another one is measured again, and the sweep says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mxquant import __version__
+from mxquant.errors import MXQuantError
+from mxquant.evals.sweep.cells import Bench, Cell
+from mxquant.evals.sweep.grid import CellSpec
+
+# Raised when a figure changes its meaning.
+_VERSION = 1
+# Modules whose code decides what a figure is.
+_DECIDING = (
+    *("mxquant.blocks", "mxquant.formats", "mxquant.numerics", "mxquant.scaling", "mxquant.activations"),
+    *("mxquant.methods.rtn", "mxquant.methods.dynamic", "mxquant.evals.divergence", "mxquant.evals.perplexity"),
+    *("mxquant.evals.inplace", "mxquant.evals.experts", "mxquant.evals.sweep.cells"),
+)
+# Of a config: where it came from and what wrote it say nothing about the model.
+_ORIGIN = ("_name_or_path", "transformers_version")
+
+
+def default_folder() -> Path:
+    """The user's cache: ``$XDG_CACHE_HOME/mxquant/sweep``, or ``~/.cache/mxquant/sweep``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mxquant" / "sweep"
+
+
+@cache
+def made_by() -> dict[str, str]:
+    """What the figures of a cell depend on besides its inputs."""
+    code = hashlib.sha256()
+    for name in _DECIDING:
+        code.update(Path(str(importlib.import_module(name).__file__)).read_bytes())
+    return {"mxquant": __version__, "code": code.hexdigest()[:16], "figures": str(_VERSION)}
+
+
+def fingerprint(model: Any) -> str:
+    """A hash of a model's config and parameters."""
+    config = {key: value for key, value in model.config.to_dict().items() if key not in _ORIGIN}
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    for name, parameter in model.named_parameters():
+        tensor = parameter.detach().cpu().contiguous()
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(memoryview(tensor.view(-1).view(torch.uint8).numpy()))
+    return digest.hexdigest()
+
+
+@dataclass
+class CellCache:
+    """The finished cells of one bench in ``folder``; ``stale`` counts those that cannot be used, by reason.
+
+    Raises ``MXQuantError`` if the folder cannot be written to.
+    """
+
+    folder: Path
+    bench: Bench
+    stale: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise MXQuantError(f"cannot keep cells in {self.folder}: {error.strerror}") from error
+        dense = self.bench.dense
+        self._inputs = {
+            "model": fingerprint(dense.model),
+            "windows": hashlib.sha256(self.bench.windows.numpy().tobytes()).hexdigest(),
+            "shape": list(self.bench.windows.shape),
+            "dtype": str(dense.model.dtype),
+            "device": dense.device.type,
+            "tasks": None if self.bench.tasks is None else self.bench.tasks.names,
+            "limit": self.bench.limit,
+            "num_fewshot": self.bench.num_fewshot,
+        }
+
+    def path(self, spec: CellSpec | None) -> Path:
+        """The file of a cell, there or not."""
+        fields = dict(self._inputs)
+        if spec is not None:
+            activations = spec.activations
+            fields["weights"] = spec.weights.to_dict()
+            fields["activations"] = None if activations is None else activations.to_dict()
+            if activations is not None and activations.scheme.global_scale and not activations.per_token:
+                # One global scale for all that runs at once.
+                fields["batch_size"] = self.bench.batch_size
+        return self.folder / f"{hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:32]}.json"
+
+    def load(self, spec: CellSpec | None) -> Cell | None:
+        """A finished cell, if there is one that this mxquant would measure the same."""
+        path = self.path(spec)
+        try:
+            content = json.loads(path.read_text())
+            maker = content["made_by"]
+            cell = Cell.from_dict(content["cell"])
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            self._skip("cannot be read")
+            return None
+        if maker != made_by():
+            release = maker.get("mxquant", "unknown") if isinstance(maker, dict) else "unknown"
+            self._skip(f"made by mxquant {release}" + (" with other code" if release == __version__ else ""))
+            return None
+        # The same cell may be asked for by another name: "same" and the scheme itself.
+        cell.spec = spec
+        return cell
+
+    def store(self, cell: Cell) -> None:
+        """Write a cell; the file is whole or not there, whatever happens."""
+        path = self.path(cell.spec)
+        partial = path.with_suffix(f".{os.getpid()}.partial")
+        partial.write_text(json.dumps({"made_by": made_by(), "cell": cell.to_dict()}, indent=1) + "\n")
+        partial.replace(path)
+
+    def notes(self) -> list[str]:
+        """A sentence for each reason why cells that were there are measured again."""
+        return [f"{count} cached cell{'s' * (count > 1)} {why}: measured again" for why, count in self.stale.items()]
+
+    def _skip(self, why: str) -> None:
+        self.stale[why] = self.stale.get(why, 0) + 1

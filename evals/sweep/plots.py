@@ -1,0 +1,193 @@
+"""The picture of a sweep, in the manner of the paper: quality against block size, a line a scale."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mxquant.evals.plots import check_format
+from mxquant.evals.sweep.inversions import Line, inputs_name, lines_of, number
+
+if TYPE_CHECKING:
+    from mxquant.evals.sweep.cells import Cell
+    from mxquant.evals.sweep.run import Sweep
+
+# Okabe and Ito's palette; a scale has the same colour and marker in every picture.
+STYLES: dict[str, tuple[str, str]] = {
+    "e4m3": ("#D55E00", "o"),
+    "e4m3+global": ("#0072B2", "s"),
+    "ue5m3": ("#009E73", "D"),
+    "ue5m3+global": ("#56B4E9", "d"),
+    "ue5m3-61440": ("#44AA99", "D"),
+    "e8m0": ("#CC79A7", "^"),
+    "bf16": ("#222222", "x"),
+    "fp32": ("#777777", "+"),
+}
+_OTHERS = ("#E69F00", "v")
+_DASHES = ("-", "--", ":", "-.")
+_FLOOR = "#555555"
+_GRID = "#e6e6e6"
+# What is this many times the dense perplexity or more has left the picture.
+_CEILING = 12.0
+# Steps of a logarithmic axis, from coarse to fine; the first that give four ticks are taken.
+_STEPS = (
+    (1, 3),
+    (1, 2, 5),
+    (1, 1.5, 2, 3, 4, 5, 7),
+    (1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 3.5, 4, 4.5, 5, 6, 7, 8, 9),
+    tuple(1 + 0.1 * i for i in range(90)),
+)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Lines that share their axes, and the dense model they are compared with."""
+
+    title: str
+    lines: Sequence[Line]
+    dense: Cell
+
+
+@dataclass(frozen=True)
+class _Metric:
+    label: str
+    value: Callable[[Cell], float | None]
+    text: Callable[[float], str]
+
+
+PERPLEXITY = _Metric("perplexity", lambda cell: cell.perplexity, number)
+KL = _Metric("KL from dense, nats/token", lambda cell: cell.kl or None, lambda value: f"{value:.3g}")
+
+
+def plot_sweep(sweep: Sweep, path: str | Path, caption: str = "") -> None:
+    """Draw a sweep into a file that ends in one of ``FORMATS``.
+
+    A column for each kind of inputs; perplexity above, KL below, where differences between good
+    formats show that perplexity hides.
+    """
+    lines = lines_of(sweep.cells)
+    titles = {line.inputs: inputs_name(line.inputs) for line in lines}
+    panels = [Panel(title, [m for m in lines if m.inputs == inputs], sweep.dense) for inputs, title in titles.items()]
+    draw(panels, path, (PERPLEXITY, KL), caption)
+
+
+def draw(
+    panels: Sequence[Panel], path: str | Path, metrics: Sequence[_Metric] = (PERPLEXITY,), caption: str = ""
+) -> None:
+    """Panels side by side, a row for each metric; all panels of a row share their axis."""
+    check_format(path)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    # A bare Figure has no global state, so that nothing changes for a caller who plots as well.
+    figure = Figure(figsize=(1.1 + 4.0 * len(panels), 0.8 + 3.2 * len(metrics)), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(len(metrics), len(panels), sharey="row", sharex="col", squeeze=False)
+    for row, metric in zip(grid, metrics, strict=True):
+        low, high, is_log = _limits(panels, metric)
+        for axis, panel in zip(row, panels, strict=True):
+            _draw_panel(axis, panel, metric, high)
+            axis.set_ylim(low, high)
+            if is_log:
+                _log_axis(axis, low, high)
+        row[0].set_ylabel(metric.label, fontsize=10)
+    for axis, panel in zip(grid[0], panels, strict=True):
+        axis.set_title(panel.title, fontsize=10, loc="left", color="#222222")
+    for axis in grid[-1]:
+        axis.set_xlabel("block size (elements that share a scale)", fontsize=9)
+    handles = {h.get_label(): h for axis in grid[0] for h in axis.get_lines() if not h.get_label().startswith("_")}
+    figure.legend(
+        list(handles.values()),
+        list(handles),
+        loc="outside upper center",
+        ncols=min(3 * len(panels), len(handles)),
+        frameon=False,
+        fontsize=9,
+        handlelength=2.4,
+        columnspacing=1.6,
+    )
+    if caption:
+        figure.supxlabel(caption, fontsize=7, color=_FLOOR, x=0.01, ha="left")
+    figure.savefig(path, dpi=150)
+
+
+def _draw_panel(axis: Any, panel: Panel, metric: _Metric, high: float) -> None:
+    if (floor := metric.value(panel.dense)) is not None:
+        axis.axhline(floor, color=_FLOOR, linewidth=1, linestyle=(0, (4, 3)), zorder=1, label="dense")
+    drawn: dict[str, int] = {}
+    for line in panel.lines:
+        # Lines of one scale that differ in rule, element or shape differ in their dashes.
+        number_of_scale = drawn.setdefault(line.scale, 0)
+        drawn[line.scale] += 1
+        _draw_line(axis, line, metric, _DASHES[number_of_scale % len(_DASHES)], high)
+    sizes = sorted({cell.spec.block_size for line in panel.lines for cell in line.cells if cell.spec})
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(sizes, [str(size) for size in sizes])
+    axis.minorticks_off()
+    axis.set_xlim(min(sizes) / 1.25, max(sizes) * 1.25)
+    axis.grid(axis="both", color=_GRID, linewidth=0.8)
+    axis.set_axisbelow(True)
+    axis.tick_params(labelsize=9, length=0)
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+
+
+def _draw_line(axis: Any, line: Line, metric: _Metric, dashes: str, high: float) -> None:
+    color, marker = STYLES.get(line.scale, _OTHERS)
+    points = [(cell.spec.block_size, metric.value(cell)) for cell in line.cells if cell.spec]
+    # Lines often lie on each other: hollow markers let all of them be seen.
+    axis.plot(
+        [x for x, _ in points],
+        [math.nan if y is None else min(y, high) for _, y in points],
+        dashes,
+        color=color,
+        marker=marker,
+        markersize=6,
+        markerfacecolor="white",
+        markeredgewidth=1.5,
+        linewidth=1.6,
+        label=line.name,
+    )
+    for x, y in points:
+        if y is not None and y <= high:
+            continue
+        text = "none" if y is None else metric.text(y)
+        axis.annotate(f"↑ {text}", (x, high), (5, -2), textcoords="offset points", fontsize=7.5, color=color, va="top")
+
+
+def _limits(panels: Sequence[Panel], metric: _Metric) -> tuple[float, float, bool]:
+    """Lower and upper end of an axis, and whether it is logarithmic."""
+    cells = [cell for panel in panels for line in panel.lines for cell in line.cells]
+    floors = [y for panel in panels if (y := metric.value(panel.dense)) is not None]
+    values = [y for cell in cells if (y := metric.value(cell)) is not None] + floors
+    if not values:
+        return 0.0, 1.0, False
+    ceiling = _CEILING * max(floors) if floors else math.inf
+    low, high = min(values), min(max(values), ceiling)
+    if high > 1.6 * low:
+        room = (high / low) ** 0.06
+        return low / room, high * room, True
+    room = 0.06 * (high - low) or 0.05 * high
+    return low - room, high + room, False
+
+
+def _log_axis(axis: Any, low: float, high: float) -> None:
+    """A logarithmic axis whose ticks are round numbers, not only powers of ten."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    axis.set_yscale("log")
+    axis.yaxis.set_major_locator(FixedLocator(_ticks(low, high)))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
+    axis.yaxis.set_minor_locator(NullLocator())
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for steps in _STEPS:
+        ticks = [step * 10.0**decade for decade in decades for step in steps if low <= step * 10.0**decade <= high]
+        if len(ticks) >= 4:
+            break
+    return ticks[:: -(-len(ticks) // 9)]
