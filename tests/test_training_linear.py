@@ -1,4 +1,4 @@
-"""The layer against an explicit reference made of ``quantize`` and ``dequantize``, and in the places where it is used."""
+"""The layer against an explicit reference made of ``quantize`` and ``dequantize``, and where it is used."""
 
 from __future__ import annotations
 
