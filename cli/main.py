@@ -12,6 +12,7 @@ from mxquant import __version__
 _COMMANDS = {
     "quantize": "Quantize a checkpoint's weights to a 4-bit block-scaled format.",
     "eval": "Measure perplexity, divergence from a baseline and downstream tasks.",
+    "diagnose": "Say which formats a model's weights ask for, and mix them within a budget of bits.",
     "sweep": "Measure a model in many formats, and find where smaller blocks are worse.",
     "bench": "Time packed linear layers against dense ones, and against the machine's limits.",
     "dequantize": "Turn a quantized checkpoint back into a dense one.",

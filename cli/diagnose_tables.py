@@ -1,0 +1,151 @@
+"""What ``mxquant diagnose`` prints for people."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable
+
+from rich.markup import escape
+from rich.table import Table
+
+from mxquant.analysis.advice import budgets
+from mxquant.analysis.diagnosis import Diagnosis, Mix, bits_of
+from mxquant.analysis.errors import TensorErrors
+from mxquant.cli.tables import new_console, new_table
+from mxquant.formats import QuantScheme
+
+_SIGMA = "\N{GREEK SMALL LETTER SIGMA}"
+_PIPE_WIDTH = 150
+
+
+def print_diagnosis(d: Diagnosis, mix: Mix, advice: list[str], *, per_tensor: bool) -> None:
+    """Schemes, weights, errors and the mix as tables; then what follows from them."""
+    out = new_console(_PIPE_WIDTH)
+    out.print(_about(d), soft_wrap=True)
+    out.print(_schemes(d, mix))
+    out.print(_tensors(d, mix) if per_tensor else _projections(d))
+    if not per_tensor:
+        out.print(_errors(d))
+    out.print(_mix(d, mix))
+    for sentence in advice:
+        out.print(f"- {escape(sentence)}", soft_wrap=not out.is_terminal)
+
+
+def _about(d: Diagnosis) -> str:
+    text = (
+        f"{d.plan.source}: {len(d.tensors)} linear weights, {d.parameters / 1e6:.1f} of "
+        f"{d.plan.parameters / 1e6:.1f} M parameters"
+    )
+    if d.calibration:
+        text += f"; calibrated on {d.calibration.tokens} tokens of {d.calibration.text}"
+    return escape(f"{text}.")
+
+
+def _schemes(d: Diagnosis, mix: Mix) -> Table:
+    kl = ("KL, nats",) if d.calibration else ()
+    columns = ("bits/w", "error", "Gaussian", "MSE ratio", "zero", "subnormal", "saturated", *kl, "best within")
+    table = new_table("Schemes: errors of all weights, and shares of block scales", ("scheme", "rule"), columns)
+    best: dict[QuantScheme, list[str]] = {}
+    for budget, scheme in budgets(d, mix.budget).items():
+        best.setdefault(scheme, []).append(f"{budget:g}")
+    for s in sorted(d.schemes, key=d.bits_per_weight):
+        m, predicted = d.measured(s), d.predicted_mse(s)
+        shares = (m.stats.zero_scales, m.stats.subnormal_scales, m.saturated_scales)
+        table.add_row(
+            s.text,
+            str(s.scale_rule),
+            f"{d.bits_per_weight(s):.3f}",
+            _percent(m.mse),
+            "" if predicted is None else _percent(predicted),
+            "" if not predicted else f"{m.mse / predicted:.3f}",
+            *(_share(m.share(count)) for count in shares),
+            *([f"{d.total_cost(s):.4f}"] if d.calibration else []),
+            ", ".join(best.get(s, [])),
+            style="bold" if s in best else None,
+        )
+    return table
+
+
+def _projections(d: Diagnosis) -> Table:
+    columns = ("tensors", "params", _SIGMA, "kurtosis", f"largest/{_SIGMA}")
+    table = new_table("Weights by projection (least, median, greatest of the tensors)", ("projection",), columns)
+    for name, members in d.groups.items():
+        sigmas, kurtoses, peaks = (
+            [getattr(t.weights, what) for t in members] for what in ("sigma", "kurtosis", "peak")
+        )
+        table.add_row(
+            name,
+            str(len(members)),
+            f"{sum(t.tensor.parameters for t in members) / 1e6:.2f} M",
+            _spread(sigmas, ".3g"),
+            _spread(kurtoses, ".2f"),
+            _spread(peaks, ".1f"),
+        )
+    return table
+
+
+def _errors(d: Diagnosis) -> Table:
+    """Errors by projection, and what share of the whole cost it has."""
+    what = "error, and share of the expected KL" if d.calibration else "error"
+    schemes = sorted(d.schemes, key=d.bits_per_weight)
+    table = new_table(f"By projection: {what}", ("projection",), tuple(s.text for s in schemes))
+    for column in table.columns[1:]:
+        column.no_wrap, column.overflow = False, "fold"
+    for name, members in d.groups.items():
+        table.add_row(name, *(_cell(d, s, members) for s in schemes))
+    return table
+
+
+def _cell(d: Diagnosis, scheme: QuantScheme, tensors: Iterable[TensorErrors]) -> str:
+    tensors = list(tensors)
+    error = _percent(d.measured(scheme, tensors).mse)
+    if not d.calibration:
+        return error
+    total = d.total_cost(scheme)
+    return f"{error} {sum(d.cost(t, scheme) for t in tensors) / total if total else 0:4.0%}"
+
+
+def _tensors(d: Diagnosis, mix: Mix) -> Table:
+    schemes = sorted(d.schemes, key=d.bits_per_weight)
+    columns = (_SIGMA, "kurtosis", f"largest/{_SIGMA}", *(s.text for s in schemes))
+    table = new_table("Weights and errors", ("tensor", "in the mix"), columns)
+    for column in table.columns[2:]:
+        column.no_wrap, column.overflow = False, "fold"
+    for t in d.tensors:
+        w = t.weights
+        table.add_row(
+            t.tensor.module,
+            mix.chosen[t.tensor.name].text,
+            f"{w.sigma:.3g}",
+            f"{w.kurtosis:.2f}",
+            f"{w.peak:.1f}",
+            *(_percent(t.measured[s].mse) for s in schemes),
+        )
+    return table
+
+
+def _mix(d: Diagnosis, mix: Mix) -> Table:
+    schemes = sorted(set(mix.chosen.values()), key=d.bits_per_weight)
+    title = f"Mix for {mix.budget:g} bits per weight: tensors of each scheme"
+    table = new_table(title, ("projection",), (*(s.text for s in schemes), "bits/w"))
+    for name, members in d.groups.items():
+        counts = Counter(mix.chosen[t.tensor.name] for t in members)
+        bits = sum(bits_of(mix.chosen[t.tensor.name], t.tensor) for t in members)
+        average = bits / sum(t.tensor.parameters for t in members)
+        table.add_row(name, *(str(counts[s] or "") for s in schemes), f"{average:.3f}")
+    return table
+
+
+def _spread(values: list[float], form: str) -> str:
+    low, middle, high = min(values), statistics.median(values), max(values)
+    return format(low, form) if len(values) == 1 else " ".join(format(v, form) for v in (low, middle, high))
+
+
+def _percent(mse: float) -> str:
+    """The root of a squared error."""
+    return f"{100 * mse**0.5:.2f}%"
+
+
+def _share(share: float) -> str:
+    return f"{share:.2%}" if share else "0"

@@ -1,0 +1,144 @@
+"""``diagnose``: measure what schemes do to a model's weights, and what that is expected to cost the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mxquant.analysis.diagnosis import Diagnosis
+from mxquant.analysis.errors import check_blocks, measure
+from mxquant.analysis.places import place
+from mxquant.analysis.sensitivity import Calibration, Sensitivity
+from mxquant.checkpoint.reader import Checkpoint, resolve_source
+from mxquant.errors import MXQuantError, SchemeError
+from mxquant.formats import QuantScheme
+from mxquant.pipeline import DEFAULT_SHARD_BYTES
+from mxquant.plan import QuantPlan, TensorPlan, make_plan
+from mxquant.recipe import QuantRecipe
+from mxquant.transformers.architectures import NameMapper, build_meta_model, inventory
+
+DEFAULT_SCHEMES = (
+    "ue5m3/32",
+    "mxfp4",
+    "e8m0/16",
+    "nvfp4",
+    "e4m3/16",
+    "ue5m3/16",
+    "e4m3/8",
+    "e4m3+global/8",
+    "ue5m3/8",
+    "mxfp6",
+)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model that can be diagnosed: its files are open, its layers known, the schemes fit them."""
+
+    checkpoint: Checkpoint
+    plan: QuantPlan
+    schemes: list[QuantScheme]
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+
+    @property
+    def weights(self) -> int:
+        """Weights to quantize, each scheme counted."""
+        return len(self.schemes) * sum(t.parameters for t in self.plan.quantized)
+
+
+def prepare(
+    source: str | Path,
+    schemes: Sequence[QuantScheme | str] = DEFAULT_SCHEMES,
+    *,
+    include: tuple[str, ...] = (),
+    exclude: tuple[str, ...] = (),
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+) -> Subject:
+    """Open a folder of safetensors or a hub id; ``include`` and ``exclude`` are those of ``QuantRecipe``.
+
+    Raises ``CheckpointError`` or ``PlanError`` for sources that cannot be quantized, ``SchemeError`` for schemes
+    that do not exist or whose blocks are larger than a tensor.
+    """
+    parsed = [QuantScheme.parse(s) if isinstance(s, str) else s for s in schemes]
+    wanted = list(dict.fromkeys(parsed))
+    if not wanted:
+        raise SchemeError("give at least one scheme, such as ue5m3/16")
+    checkpoint = Checkpoint(resolve_source(source, revision=revision))
+    plan = make_plan(
+        checkpoint,
+        QuantRecipe(default=wanted[0], include=include, exclude=exclude),
+        max_shard_bytes=DEFAULT_SHARD_BYTES,
+        allow_dense=True,  # a diagnosis says what it is about; `quantize` is strict
+        trust_remote_code=trust_remote_code,
+    )
+    _sort(checkpoint, plan, trust_remote_code)
+    for scheme in wanted:
+        check_blocks(scheme, plan.quantized)
+    return Subject(checkpoint, plan, wanted, include, exclude)
+
+
+def _sort(checkpoint: Checkpoint, plan: QuantPlan, trust_remote_code: bool) -> None:
+    """Tensors in the order of the model; files have them by the alphabet."""
+    model = build_meta_model(checkpoint.folder, trust_remote_code=trust_remote_code)
+    mapper, places = NameMapper(model), {p.name: i for i, p in enumerate(inventory(model))}
+    plan.tensors.sort(key=lambda t: places.get(mapper(t.name) or "", len(places)))
+
+
+def examine(
+    subject: Subject,
+    *,
+    calibration: Calibration | None = None,
+    sample: float = 1.0,
+    progress: Callable[[int], None] = lambda weights: None,
+) -> Diagnosis:
+    """Measure every scheme on every linear weight: no forward pass, memory as in quantizing.
+
+    Parameters
+    ----------
+    calibration : what errors cost, from :func:`mxquant.evals.calibration.calibrate`.
+    sample : share of the rows to look at; global scales come from whole tensors all the same.
+    progress : called with the number of weights done since the last call, each scheme counted.
+
+    Raises ``WeightError`` for weights that are not finite.
+    """
+    if not 0 < sample <= 1:
+        raise SchemeError(f"a sample is a share above 0 and up to 1, not {sample:g}")
+    tensors = subject.plan.quantized
+    known, assumed = _complete(tensors, calibration)
+    found = measure(subject.checkpoint, tensors, subject.schemes, sensitivity=known, sample=sample, progress=progress)
+    return Diagnosis(
+        subject.plan, subject.schemes, found, sample, calibration, assumed, subject.include, subject.exclude
+    )
+
+
+def diagnose(source: str | Path, schemes: Sequence[QuantScheme | str] = DEFAULT_SCHEMES) -> Diagnosis:
+    """:func:`examine` a model from its weights alone; see :class:`mxquant.analysis.diagnosis.Diagnosis`."""
+    return examine(prepare(source, schemes))
+
+
+def _complete(
+    tensors: Sequence[TensorPlan], calibration: Calibration | None
+) -> tuple[dict[str, Sensitivity], list[str]]:
+    """Sensitivities of all tensors by name, and the names of those that had none and got the mean of their like."""
+    if calibration is None:
+        return {}, []
+    known = {t.name: s for t in tensors if (s := calibration.sensitivity.get(t.name)) and not s.is_zero}
+    assumed = [t.name for t in tensors if t.name not in known]
+    filled = dict(known)
+    for t in tensors:
+        if t.name not in known:
+            alike = [
+                known[u.name]
+                for u in tensors
+                if u.name in known and u.matrix == t.matrix and place(u.module)[1] == place(t.module)[1]
+            ]
+            if not alike:
+                raise MXQuantError(
+                    f"no token of the calibration text {calibration.text} reaches {t.name} or any tensor like it; "
+                    "use a longer text"
+                )
+            filled[t.name] = Sensitivity.mean(alike)
+    return filled, assumed
