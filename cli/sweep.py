@@ -261,7 +261,8 @@ def _print(found: Sweep) -> None:
     from mxquant.evals.sweep.report import sentences, tables
 
     out = new_console(_PIPE_WIDTH)
-    for table in tables(found):
+    for title, table in tables(found):
+        out.print(f"[bold]{title}[/bold]", soft_wrap=True)
         out.print(table)
     for line in sentences(found):
         click.echo(line)

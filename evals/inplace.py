@@ -102,18 +102,25 @@ def weights_in_place(linears: Sequence[LinearWeight], weights: Weights) -> Itera
 
 
 @contextlib.contextmanager
-def inputs_quantized(linears: Sequence[LinearWeight], scheme: ActivationScheme) -> Iterator[None]:
-    """While this lasts, exactly the layers of ``linears`` round their inputs to the scheme first."""
+def inputs_quantized(
+    linears: Sequence[LinearWeight], scheme: ActivationScheme, seen: set[torch.nn.Module] | None = None
+) -> Iterator[None]:
+    """While this lasts, exactly the layers of ``linears`` round their inputs to the scheme first.
+
+    Layers that were called are added to ``seen``: some models multiply by a layer's weight themselves.
+    """
     quantize = _Remembering(lambda x: quantize_activations(x, scheme))
-
-    def before(_: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return quantize(args[0]), *args[1:]
-
     modules = list(dict.fromkeys(linear.module for linear in linears))
-    plain = [module for module in modules if not experts.is_experts(module)]
-    handles = [module.register_forward_pre_hook(before) for module in plain]
+    mixtures = [module for module in modules if experts.is_experts(module)]
+    called: set[torch.nn.Module] = set() if seen is None else seen
+
+    def before(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        called.add(module)
+        return None if module in mixtures else (quantize(args[0]), *args[1:])
+
+    handles = [module.register_forward_pre_hook(before) for module in modules]
     try:
-        with experts.inputs_through(quantize, [module for module in modules if experts.is_experts(module)]):
+        with experts.inputs_through(quantize, mixtures):
             yield
     finally:
         for handle in handles:
@@ -138,12 +145,14 @@ class Variant(EvalModel):
     """The dense model, with other weights (and quantized inputs) in its linear layers while it runs.
 
     ``weights``: one for each of ``linears``, see :func:`weights_in_place`; None leaves them dense.
-    ``activations``: how the inputs of ``linears`` are quantized; None for not at all.
+    ``activations``: how the inputs of ``linears`` are quantized; None for not at all. ``called``: the
+    layers whose inputs were, so far.
     """
 
     linears: list[LinearWeight] = field(default_factory=list)
     weights: Weights | None = None
     activations: ActivationScheme | None = None
+    called: set[torch.nn.Module] = field(default_factory=set)
 
     @classmethod
     def of(cls, dense: EvalModel, name: str, linears: list[LinearWeight], **changes: Any) -> Variant:
@@ -157,7 +166,7 @@ class Variant(EvalModel):
             if self.weights is not None:
                 stack.enter_context(weights_in_place(self.linears, self.weights))
             if self.activations is not None:
-                stack.enter_context(inputs_quantized(self.linears, self.activations))
+                stack.enter_context(inputs_quantized(self.linears, self.activations, self.called))
             yield
 
     @contextlib.contextmanager

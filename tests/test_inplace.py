@@ -122,6 +122,24 @@ def test_experts_compute_what_transformers_computes_and_see_quantized_inputs(kin
         assert not torch.allclose(logits(model), dense, rtol=1e-3, atol=1e-4)
 
 
+def test_layers_whose_inputs_are_not_quantized_can_be_told():
+    model = random_model(_EXPERTS["mixtral"]())
+    ours = variant(model, activations=ActivationScheme.parse("ue5m3/16"))
+    variant_logits(ours)
+    assert ours.called == {linear.module for linear in ours.linears}
+    attention = model.model.layers[0].self_attn
+    q_proj = attention.q_proj
+
+    class ByItself(torch.nn.Module):  # as some models do: the weight without the layer
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.linear(x, q_proj.weight)
+
+    attention.q_proj = ByItself()
+    ours.called.clear()
+    variant_logits(ours)
+    assert {linear.module for linear in ours.linears} - ours.called == {q_proj}
+
+
 @pytest.mark.parametrize("kind", _EXPERTS)
 def test_each_expert_is_a_matrix_of_its_own(kind):
     model = random_model(_EXPERTS[kind]())

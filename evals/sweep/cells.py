@@ -120,7 +120,7 @@ def measure(bench: Bench, spec: CellSpec | None, progress: Progress = lambda don
         cell.relative_error, cell.bits_per_weight = stats.relative_error, bits
         cell.zero_scales = stats.zero_scales / stats.blocks
         cell.subnormal_scales = stats.subnormal_scales / stats.blocks
-        cell.notes = _notes(bench.linears, spec.weights)
+        cell.notes = _notes(variant, spec.weights)
     if bench.tasks is not None and not cell.problem:
         cell.tasks = _run_tasks(bench, variant)
     cell.seconds = time.perf_counter() - began
@@ -188,9 +188,9 @@ def _too_long(linears: Sequence[LinearWeight], scheme: QuantScheme) -> str | Non
     return f"block {scheme.block_text} is longer than the longest row of the model's weights, {longest}"
 
 
-def _notes(linears: Sequence[LinearWeight], scheme: QuantScheme) -> list[str]:
-    """What does not fit between the scheme and the weights."""
-    matrices = [matrix for linear in linears for matrix in linear.matrices]
+def _notes(variant: Variant, scheme: QuantScheme) -> list[str]:
+    """What does not fit between the scheme and the model."""
+    matrices = [matrix for linear in variant.linears for matrix in linear.matrices]
     notes = []
     columns = scheme.block_shape[1]
     short = [matrix.shape[1] for matrix in matrices if matrix.shape[1] < columns]
@@ -200,6 +200,12 @@ def _notes(linears: Sequence[LinearWeight], scheme: QuantScheme) -> list[str]:
     if fmt.coded and not scheme.global_scale and largest > fmt.max * scheme.element_format.max:
         reach = fmt.max * scheme.element_format.max
         notes.append(f"{fmt.name} scales reach weights of {reach:g}, these go up to {largest:g} and are cut off")
+    missed = [linear.name for linear in variant.linears if linear.module not in variant.called]
+    if variant.activations is not None and missed:
+        notes.append(
+            f"{len(missed)} of {len(variant.linears)} layers were never called, so that their inputs "
+            f"were not quantized, e.g. {missed[0]}"
+        )
     return notes
 
 

@@ -22,8 +22,8 @@ _COLUMNS = (
 )
 
 
-def tables(sweep: Sweep) -> list[Table]:
-    """Rows are scales, columns blocks: perplexity, then KL, for each kind of inputs."""
+def tables(sweep: Sweep) -> list[tuple[str, Table]]:
+    """Titles and tables: rows are scales, columns blocks; perplexity, then KL, for each kind of inputs."""
     made = []
     worse = worse_than_coarser(sweep.cells)
     floor = number(sweep.dense.perplexity)
@@ -37,26 +37,26 @@ def tables(sweep: Sweep) -> list[Table]:
     return made
 
 
-def _table(sweep: Sweep, inputs: str, title: str, text: Callable[[Cell], str]) -> Table:
+def _table(sweep: Sweep, inputs: str, title: str, text: Callable[[Cell], str]) -> tuple[str, Table]:
     """One value of every cell with these inputs."""
     lines = [line for line in lines_of(sweep.cells) if line.inputs == inputs]
     sizes = {_block(cell): cell.spec.block_size for line in lines for cell in line.cells if cell.spec}
     blocks = sorted(sizes, key=lambda block: ("x" in block, sizes[block]))
-    table = _new_table(title, ["scale"], blocks)
+    table = _new_table(["scale"], blocks)
     for line in lines:
         found = {_block(cell): text(cell) for cell in line.cells}
         table.add_row(line.name, *(found.get(block, "") for block in blocks))
-    return table
+    return title, table
 
 
-def _weights_table(sweep: Sweep) -> Table:
+def _weights_table(sweep: Sweep) -> tuple[str, Table]:
     """What quantizing did to the weights, which does not depend on the inputs."""
     first = sweep.cells[0].spec
     assert first is not None
     return _table(sweep, first.inputs, "error of the weights and share of zero or subnormal scales, in %", _weights)
 
 
-def _task_tables(sweep: Sweep, task: str) -> list[Table]:
+def _task_tables(sweep: Sweep, task: str) -> list[tuple[str, Table]]:
     made = []
     for metric, dense in sweep.dense.tasks[task].items():
         floor = with_error(dense["value"], None)
@@ -66,11 +66,11 @@ def _task_tables(sweep: Sweep, task: str) -> list[Table]:
     return made
 
 
-def _new_table(title: str, left: list[str], right: list[str]) -> Table:
+def _new_table(left: list[str], right: list[str]) -> Table:
     from rich import box
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in left:
         table.add_column(name)
     for name in right:
@@ -122,10 +122,9 @@ def measured_on(sweep: Sweep) -> str:
     """Model, dtype, text and windows in a sentence."""
     note = f" ({sweep.text.note})" if sweep.text.note else ""
     s = sweep.settings
-    return (
-        f"{sweep.model} in {sweep.about['dtype']}; text {sweep.text.name}{note}, sha256 {sweep.text.sha256[:16]}, "
-        f"{s['windows']} windows of {s['seq_len']} tokens."
-    )
+    windows = f"{s['windows']} window{'s' * (s['windows'] != 1)} of {s['seq_len']} tokens"
+    text = f"text {sweep.text.name}{note}, sha256 {sweep.text.sha256[:16]}"
+    return f"{sweep.model} in {sweep.about['dtype']}; {text}, {windows}."
 
 
 def to_csv(sweep: Sweep) -> str:
