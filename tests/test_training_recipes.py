@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import product
 
 import pytest
 import yaml
 
 from mxquant.errors import SchemeError
 from mxquant.formats import QuantScheme
-from mxquant.training.recipes import OPERANDS, RECIPES, LinearFormats, TrainingRecipe, TrainingRule
+from mxquant.recipe import QuantRecipe
+from mxquant.training.recipes import (
+    OPERANDS,
+    RECIPES,
+    LinearFormats,
+    TrainingRecipe,
+    TrainingRule,
+    weights_as_yaml,
+)
 
 TILES = QuantScheme(scale="e8m0", block=(32, 32), scale_rule="rceil")
 
@@ -80,6 +89,19 @@ def test_overrides():
     assert RECIPES["mxfp4-1d"].override(block=16).default.weight_forward.block == 16
     assert RECIPES["fp4-2d"].override(block="1x16").default.weight_forward.block == 16
     assert RECIPES["fp4-2d"].override(scale_rule="floor").default.weight_forward.scale_rule == "floor"
+
+
+def test_the_recipe_of_the_weights_is_one_that_quantize_reads(tmp_path):
+    file = tmp_path / "quantize.yaml"
+    for name, recipe in RECIPES.items():
+        if not recipe.quantizes:
+            continue
+        file.write_text(weights_as_yaml(recipe, blocks=12))
+        weights = QuantRecipe.from_file(file)
+        for i, projection in product((0, 1, 10, 11), ("q_proj", "up_proj")):
+            formats = recipe.decide(module := f"model.layers.{i}.x.{projection}", i, 12).formats
+            expected = None if formats is None else formats.weight_forward
+            assert weights.decide(module).scheme == expected, (name, module)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from mxquant.modules import QuantLinear
 from mxquant.training.linear import FP4Conv1D, FP4Linear
 from mxquant.training.noise import Noise
 from mxquant.training.recipes import LinearFormats, TrainingRecipe
-from mxquant.transformers.architectures import inventory, is_plain_linear
+from mxquant.transformers.architectures import Parameter, inventory, is_plain_linear
 
 # More of a model's matrices than this may not stay in high precision unasked.
 _MAX_HIGH_SHARE = 0.05
@@ -67,23 +68,29 @@ def convert(
 def choose(model: nn.Module, recipe: TrainingRecipe, *, allow_high: bool = False) -> list[Choice]:
     """What :func:`convert` would make of each linear layer, in order; the errors are its own."""
     _check_dense(model)
-    layers = list(_linear_layers(model))
-    names = [name for name, _, _ in layers]
-    if unused := recipe.unused_patterns(names):
+    layers = dict(_linear_layers(model))
+    if unused := recipe.unused_patterns(layers):
         raise SchemeError(f"recipe {recipe.name}: pattern {unused[0]!r} matches no linear layer of the model")
-    block_of = {name: _block(name) for name in names}
-    blocks = max((b for b in block_of.values() if b is not None), default=-1) + 1
+    parameters = inventory(model) if hasattr(model, "get_output_embeddings") else []
+    kinds = {p.module: p.kind for p in parameters if p.name.endswith(".weight")}
+    blocks = decoder_blocks(model)
     choices = []
-    for name, layer, is_head in layers:
-        decision = recipe.decide(name, block_of[name], blocks)
+    for name, layer in layers.items():
+        decision = recipe.decide(name, _block(name), blocks)
         formats, reason = decision.formats, decision.reason
-        if is_head and not decision.named:
-            formats, reason = None, "output head"
+        kind = kinds.get(name, "linear")
+        if kind != "linear" and not decision.named:  # an output head, a router of experts
+            formats, reason = None, kind
         shape = tuple(layer.weight.shape)
         choices.append(Choice(name, shape[::-1] if isinstance(layer, Conv1D) else shape, formats, reason))
     if recipe.quantizes:
-        _check_coverage(model, recipe, choices, allow_high)
+        _check_coverage(parameters, recipe, choices, allow_high)
     return choices
+
+
+def decoder_blocks(model: nn.Module) -> int:
+    """How many decoder blocks the linear layers of a model are in."""
+    return max((b for name, _ in _linear_layers(model) if (b := _block(name)) is not None), default=-1) + 1
 
 
 def fp4_layers(model: nn.Module) -> dict[str, FP4Linear | FP4Conv1D]:
@@ -100,12 +107,9 @@ def noise_of(model: nn.Module) -> Noise | None:
     return next((layer.noise for layer in fp4_layers(model).values()), None)
 
 
-def _linear_layers(model: nn.Module) -> Iterator[tuple[str, Any, bool]]:
-    """Name, module and whether it is the output head, of every plain linear layer."""
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    for name, module in model.named_modules():
-        if is_plain_linear(module):
-            yield name, module, module is head
+def _linear_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Name and module of every plain linear layer."""
+    return ((name, module) for name, module in model.named_modules() if is_plain_linear(module))
 
 
 def _block(name: str) -> int | None:
@@ -125,22 +129,16 @@ def _check_dense(model: nn.Module) -> None:
         raise CheckpointError("the model's layers have been converted before; load it again for another recipe")
 
 
-def _check_coverage(model: nn.Module, recipe: TrainingRecipe, choices: list[Choice], allow_high: bool) -> None:
+def _check_coverage(
+    parameters: list[Parameter], recipe: TrainingRecipe, choices: list[Choice], allow_high: bool
+) -> None:
     if all(choice.formats is None for choice in choices):
         raise SchemeError(f"recipe {recipe.name} quantizes nothing of this model: it has {len(choices)} linear layers")
-    if allow_high or not hasattr(model, "get_output_embeddings"):
-        return
-    others = [p for p in inventory(model) if p.kind.startswith("other") and len(p.shape) >= 2]
-    missed = sum(_size(p.shape) for p in others)
-    if missed > _MAX_HIGH_SHARE * (missed + sum(_size(choice.shape) for choice in choices)):
+    known = ("linear", "output head", "embedding", "norm", "bias", "convolution", "router")
+    others = [p for p in parameters if p.kind not in known and len(p.shape) >= 2]
+    missed = sum(math.prod(p.shape) for p in others)
+    if not allow_high and missed > _MAX_HIGH_SHARE * (missed + sum(math.prod(c.shape) for c in choices)):
         raise SchemeError(
             f"{others[0].name} and {len(others) - 1} more weights are no linear layers, so they would train in high "
             "precision; pass allow_high=True (--allow-high) to accept that"
         )
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for length in shape:
-        size *= length
-    return size

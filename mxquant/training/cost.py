@@ -6,6 +6,7 @@ and a speed-up of 3.56. It is a model, with the assumptions in ``ASSUMPTIONS``; 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,9 +49,7 @@ class Component:
     scale_bytes: int = 0
 
     def add(self, shape: tuple[int, ...], scheme: QuantScheme | None) -> None:
-        count = 1
-        for length in shape:
-            count *= length
+        count = math.prod(shape)
         bits = 8 * _BF16_BYTES if scheme is None else scheme.element_format.bits
         self.parameters += count
         self.bytes_before += count * _BF16_BYTES

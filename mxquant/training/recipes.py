@@ -268,6 +268,24 @@ class TrainingRecipe:
             raise SchemeError(f"training recipe {path}: {' '.join(str(error).split())}") from error
 
 
+def weights_as_yaml(recipe: TrainingRecipe, blocks: int) -> str:
+    """A recipe for ``mxquant quantize --recipe`` that gives the weights as forward sees them in training.
+
+    ``blocks``: the model's number of decoder blocks. Weights that training rounds stochastically are
+    rounded to nearest here, so they are not the same.
+    """
+    import yaml
+
+    def text(formats: LinearFormats | None) -> str:
+        scheme = formats.weight_forward if formats else None
+        return replace(scheme, rounding="nearest").text if scheme else "dense"
+
+    kept = sorted({*range(recipe.keep_first), *range(blocks - recipe.keep_last, blocks)})
+    rules = [{rf"\.({'|'.join(map(str, kept))})\.": "dense"}] if kept else []
+    rules += [{rule.pattern: text(rule.formats)} for rule in recipe.rules]
+    return yaml.safe_dump({"rules": rules, "default": text(recipe.default)}, sort_keys=False)
+
+
 def is_square(scheme: QuantScheme) -> bool:
     """Whether the scheme's blocks are square tiles, the same read by rows or by columns."""
     rows, columns = scheme.block_shape
