@@ -18,10 +18,11 @@ import mxquant
 import mxquant.bundled
 from mxquant.analysis.rescale import rescale
 from mxquant.errors import MXQuantError, SchemeError
+from mxquant.evals.inplace import RememberingVariant, linear_weights
 from mxquant.evals.models import load_model
 from mxquant.evals.perplexity import evaluate
 from mxquant.evals.sweep import cache
-from mxquant.evals.sweep.cells import Cell
+from mxquant.evals.sweep.cells import Bench, Cell, measure
 from mxquant.evals.sweep.grid import PRESETS, CellSpec, Grid
 from mxquant.evals.sweep.inversions import find_inversions, lines_of, number
 from mxquant.evals.sweep.jobs import _work, cuda_devices
@@ -291,6 +292,47 @@ def test_weights_beyond_the_largest_scale_get_a_note(text, tmp_path):
     assert any(note.startswith("e4m3 scales reach weights of 2688, these go up to") for note in found.notes)
     assert not any(note.startswith("ue5m3") for note in found.notes)
     assert "a block of 256 is longer than the rows of 30 of 35 matrices" in found.notes
+
+
+_SIZES = {
+    **{"vocab_size": 27, "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None},
+}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1}
+_HYBRIDS = {
+    "granite, Mamba and experts": lambda: hf.GraniteMoeHybridConfig(
+        **{**_SIZES, **_MAMBA, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 32},
+        layer_types=["mamba", "attention"],
+    ),
+    "bamba": lambda: hf.BambaConfig(**_SIZES, **_MAMBA, attn_layer_indices=[1]),
+    "qwen, experts": lambda: hf.Qwen3MoeConfig(
+        **_SIZES, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+    ),
+    "jamba": lambda: hf.JambaConfig(
+        **{**_SIZES, "num_experts": 4, "num_experts_per_tok": 2, "mamba_d_state": 8, "use_mamba_kernels": False},
+        **{"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", _HYBRIDS)
+def test_mixtures_and_hybrids_are_quantized_whole(kind):
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(_HYBRIDS[kind]()).eval()
+    linears = linear_weights(model)
+    dense = RememberingVariant(kind, kind, model, _byte_tokenizer(), linears=linears, budget=1 << 20)
+    bench = Bench(dense, torch.arange(64).view(2, 32) * 5 % 27, batch_size=2)
+    found = measure(bench, CellSpec(QuantScheme.parse("ue5m3/16/absmax"), "same"))
+    assert 0 < found.kl < 0.1
+    assert found.relative_error == pytest.approx(0.095, abs=0.005), "that of Gaussian weights"
+    matrices = {name: p for name, p in model.named_parameters() if p.ndim > 1 and "embed" not in name}
+    left = {name for name in matrices if name not in {linear.name for linear in linears}}
+    assert all(re.search(r"lm_head|conv1d|A_log|router|gate\.weight", name) for name in left), left
+    # Jamba multiplies by the weight of dt_proj itself: that its input stays as it is must be said.
+    said = [note for note in found.notes if note.endswith("e.g. model.layers.0.mamba.dt_proj.weight")]
+    assert len(said) == (kind == "jamba")
+    assert all(note.startswith("1 of 13 layers were never called, so that their inputs were not") for note in said)
+    assert not [note for note in found.notes if "never called" in note and note not in said]
 
 
 def test_what_cannot_be_swept_is_an_error_before_any_cell(narrow, text, tmp_path):
