@@ -14,6 +14,7 @@ _COMMANDS = {
     "eval": "Measure perplexity, divergence from a baseline and downstream tasks.",
     "diagnose": "Say which formats a model's weights ask for, and mix them within a budget of bits.",
     "sweep": "Measure a model in many formats, and find where smaller blocks are worse.",
+    "train": "Train with FP4 products by one or several recipes, and compare their losses.",
     "bench": "Time packed linear layers against dense ones, and against the machine's limits.",
     "dequantize": "Turn a quantized checkpoint back into a dense one.",
     "theory": "Say what schemes cost on weights of a given width, and where blocks change order.",

@@ -14,6 +14,7 @@ import mxquant
 from mxquant.errors import MXQuantError
 from mxquant.training import RECIPES, LinearFormats, TrainingRecipe, functional
 from mxquant.training.callbacks import divergence
+from mxquant.training.conversion import weights_only
 from mxquant.training.data import Windows, pack
 from mxquant.training.run import QUANT_RECIPE, RunSettings, train
 
@@ -192,3 +193,7 @@ def test_the_checkpoint_quantizes_to_the_weights_of_the_training_forward(tmp_pat
     activations = TrainingRecipe("activations", only(RECIPES[name].default), rules)
     mxquant.training.convert(dense, activations)
     assert torch.equal(dense(input_ids=ids, labels=ids).loss, loss)
+    with weights_only(model):
+        alone = model(input_ids=ids, labels=ids).loss
+    torch.testing.assert_close(packed(input_ids=ids, labels=ids).loss, alone, rtol=1e-5, atol=0)
+    assert torch.equal(model(input_ids=ids, labels=ids).loss, loss)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,20 @@ def noise_of(model: nn.Module) -> Noise | None:
     ``noise_of(model).start(steps * accumulation)`` when it resumes. The Trainer callback does the latter.
     """
     return next((layer.noise for layer in fp4_layers(model).values()), None)
+
+
+@contextlib.contextmanager
+def weights_only(model: nn.Module) -> Iterator[None]:
+    """While this lasts, forward quantizes the weights alone: the model that a packed checkpoint is."""
+    layers = fp4_layers(model).values()
+    before = [layer.formats for layer in layers]
+    for layer in layers:
+        layer.formats = replace(layer.formats, activation_forward=None)
+    try:
+        yield
+    finally:
+        for layer, formats in zip(layers, before, strict=True):
+            layer.formats = formats
 
 
 def _linear_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -75,8 +75,6 @@ class LinearFormats:
     hadamard: bool = False
 
     def __post_init__(self) -> None:
-        if all(self.scheme(operand) is None for operand in OPERANDS):
-            raise SchemeError(f"a layer with no quantized operand is written {HIGH!r}")
         if self.hadamard and (self.shared("activation") or self.shared("gradient")):
             raise SchemeError(
                 "a Hadamard transform of wgrad changes what is quantized there, so tiles that are quantized once "
@@ -99,6 +97,8 @@ class LinearFormats:
             each = value if isinstance(value, Mapping) else dict.fromkeys(products, value)
             _check_keys(f"product of {role}", each, products)
             schemes |= {f"{role}_{product}": _scheme(each.get(product, HIGH)) for product in products}
+        if not any(schemes.values()):
+            raise SchemeError(f"a layer with no quantized operand is written {HIGH!r}")
         return cls(**schemes, hadamard=bool(formats.get("hadamard", False)))
 
     def scheme(self, operand: str) -> QuantScheme | None:

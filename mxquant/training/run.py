@@ -18,13 +18,14 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from mxquant.errors import MXQuantError
 from mxquant.training import callbacks
-from mxquant.training.conversion import convert, decoder_blocks, noise_of
+from mxquant.training.conversion import convert, decoder_blocks, noise_of, weights_only
 from mxquant.training.data import Windows
 from mxquant.training.recipes import TrainingRecipe, weights_as_yaml
 
 DTYPES = ("float32", "bfloat16")
 # Beside a checkpoint: the recipe for `mxquant quantize` that gives the weights of the training forward.
 QUANT_RECIPE = "quantize.yaml"
+_CURVE = {"loss", "eval_loss", "packed_loss"}
 _RUN_FILE, _RESULT_FILE, _STATE_FILE = "run.json", "result.json", "trainer_state.json"
 
 
@@ -68,7 +69,9 @@ class RunResult:
 
     ``curve``: a row for each step (``step``, ``loss``, ``grad_norm``, ``learning_rate`` and, where it was
     monitored, ``saturated``, ``zero_scale``, ``mismatch``, ``roles``) and for each evaluation
-    (``step``, ``eval_loss``). ``loss``: mean of the last tenth of the steps. ``problem``: how it diverged.
+    (``step``, ``eval_loss``). ``loss``: mean of the last tenth of the steps. ``eval_loss``: at the end, with
+    the forward of training. ``packed_loss``: with its weights and activations in high precision, as the
+    quantized checkpoint has it; None for recipes that quantize nothing. ``problem``: how it diverged.
     """
 
     recipe: str
@@ -77,6 +80,7 @@ class RunResult:
     curve: list[dict[str, Any]] = field(default_factory=list)
     loss: float | None = None
     eval_loss: float | None = None
+    packed_loss: float | None = None
     problem: str | None = None
     seconds: float = 0.0
 
@@ -90,7 +94,10 @@ class RunResult:
         if self.problem is None:
             tail = self.losses[-max(1, len(self.losses) // 10) :]
             self.loss = sum(tail) / len(tail)
-            self.eval_loss = next((row["eval_loss"] for row in reversed(self.curve) if "eval_loss" in row), None)
+            self.eval_loss, self.packed_loss = self._last("eval_loss"), self._last("packed_loss")
+
+    def _last(self, name: str) -> float | None:
+        return next((row[name] for row in reversed(self.curve) if name in row), None)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -145,11 +152,14 @@ def train(
     if check.problem is None:
         if eval_windows is not None and "eval_loss" not in trainer.state.log_history[-2]:
             trainer.evaluate()
+        if eval_windows is not None and recipe.quantizes:
+            with weights_only(model):
+                trainer.evaluate(metric_key_prefix="packed")
         trainer.save_model(str(folder))
         if trainer.is_world_process_zero() and recipe.quantizes:
             (folder / QUANT_RECIPE).write_text(weights_as_yaml(recipe, blocks))
     result.seconds = time.perf_counter() - started
-    result.curve = [_tidy(row) for row in trainer.state.log_history if "loss" in row or "eval_loss" in row]
+    result.curve = [_tidy(row) for row in trainer.state.log_history if _CURVE & row.keys()]
     result.finish()
     if trainer.is_world_process_zero():
         (folder / _RESULT_FILE).write_text(json.dumps(result.to_dict(), indent=1) + "\n")

@@ -1,0 +1,1 @@
+"""Training by several recipes, compared: texts, models, the study, its tables and pictures."""

@@ -1,0 +1,134 @@
+"""Pictures of a study: loss, distance from the baseline, and values that differ between the products."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mxquant.evals.training.report import baseline_of
+from mxquant.evals.training.study import Study
+from mxquant.training.run import RunResult
+
+# Okabe and Ito's palette, which the common kinds of colour blindness tell apart; grey is the baseline.
+_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C564B", "#000000", "#B2912F")
+_BASELINE = "#777777"
+# Steps that a smoothed curve is a mean over, as a share of all.
+_SMOOTHING = 1 / 15
+
+
+def plot_study(study: Study, path: str | Path) -> None:
+    """Curves over the steps, means over seeds, smoothed; the range of the seeds is shaded."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    baseline = baseline_of(study)
+    panels = [_draw_loss]
+    if any(run.recipe == baseline for run in study.runs) and any(run.recipe != baseline for run in study.runs):
+        panels.append(_draw_gap)
+    if any("mismatch" in row for run in study.runs for row in run.curve):
+        panels += [_draw_mismatch, _draw_saturated]
+    figure = Figure(figsize=(4.1 * len(panels), 4.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axis, draw in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        draw(axis, study)
+        axis.set_xlabel("step", fontsize=9)
+        axis.locator_params(axis="x", nbins=6, integer=True)
+        axis.grid(color="#e6e6e6", linewidth=0.8)
+        axis.set_axisbelow(True)
+        axis.tick_params(labelsize=8, length=0)
+        for side in ("top", "right"):
+            axis.spines[side].set_visible(False)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=min(len(labels), 6), fontsize=9, frameon=False)
+    figure.supxlabel(_caption(study), fontsize=7, color="#555555", x=0.01, ha="left")
+    figure.savefig(path, dpi=150)
+
+
+def _color(study: Study, recipe: str) -> str:
+    quantized = [r.name for r in study.plan.recipes if r.quantizes]
+    return _COLORS[quantized.index(recipe) % len(_COLORS)] if recipe in quantized else _BASELINE
+
+
+def _runs(study: Study) -> list[tuple[str, list[RunResult]]]:
+    names = [recipe.name for recipe in study.plan.recipes]
+    grouped = [(name, [run for run in study.runs if run.recipe == name]) for name in names]
+    return [(name, runs) for name, runs in grouped if runs]
+
+
+def _draw_loss(axis: Any, study: Study) -> None:
+    axis.set_title("training loss, nats per token", fontsize=10)
+    tops = []
+    for name, runs in _runs(study):
+        whole = [run for run in runs if run.problem is None]
+        curves = [_smooth(run.losses, study) for run in whole or runs]
+        _band(axis, curves, _color(study, name), name)
+        tops += [curve[len(curve) // 8] for curve in curves]
+        for run in runs:
+            if run.problem and run.losses:
+                axis.plot(len(run.losses), run.losses[-1], "x", color=_color(study, name), markersize=8, clip_on=False)
+    low = min(min(_smooth(run.losses, study)) for run in study.runs if run.losses)
+    height = max(tops) - low or 1.0
+    axis.set_ylim(low - 0.05 * height, max(tops) + 0.1 * height)
+
+
+def _draw_gap(axis: Any, study: Study) -> None:
+    """From the last three quarters: at first, losses are close and noise is all there is to see."""
+    baseline = baseline_of(study)
+    axis.set_title(f"training loss above {baseline}, %", fontsize=10)
+    reference = {run.seed: run.losses for run in study.runs if run.recipe == baseline and run.problem is None}
+    axis.axhline(0, color=_BASELINE, linewidth=1)
+    for name, runs in _runs(study):
+        pairs = [(run.losses, reference[run.seed]) for run in runs if run.seed in reference and run.problem is None]
+        curves = [100 * (_smooth(mine, study) / _smooth(theirs, study) - 1) for mine, theirs in pairs]
+        if curves and name != baseline:
+            _band(axis, curves, _color(study, name), name)
+
+
+def _draw_mismatch(axis: Any, study: Study) -> None:
+    axis.set_title("an operand's two values: relative difference", fontsize=10)
+    _draw_monitored(axis, study, "mismatch")
+
+
+def _draw_saturated(axis: Any, study: Study) -> None:
+    axis.set_title("share of blocks that saturate", fontsize=10)
+    _draw_monitored(axis, study, "saturated")
+
+
+def _draw_monitored(axis: Any, study: Study, what: str) -> None:
+    for name, runs in _runs(study):
+        rows = [row for row in runs[0].curve if what in row]
+        steps, values = [row["step"] for row in rows], [row[what] for row in rows]
+        axis.plot(steps, values, color=_color(study, name), linewidth=1.5, clip_on=False)  # zero is on the frame
+    axis.set_ylim(bottom=0)
+
+
+def _band(axis: Any, curves: Sequence[np.ndarray], color: str, label: str) -> None:
+    length = min(map(len, curves))
+    values = np.stack([curve[:length] for curve in curves])
+    steps = np.arange(1, length + 1)
+    axis.plot(steps, values.mean(0), color=color, linewidth=1.5, label=label)
+    if len(values) > 1:
+        axis.fill_between(steps, values.min(0), values.max(0), color=color, alpha=0.15, linewidth=0)
+
+
+def _smooth(losses: Sequence[float], study: Study) -> np.ndarray:
+    """Means over the last steps, fewer at the start."""
+    width = max(1, round(study.plan.settings.steps * _SMOOTHING))
+    sums = np.concatenate([[0.0], np.cumsum(losses)])
+    ends = np.arange(1, len(sums))
+    starts = np.maximum(ends - width, 0)
+    return (sums[ends] - sums[starts]) / (ends - starts)
+
+
+def _caption(study: Study) -> str:
+    settings, seeds = study.plan.settings, study.plan.seeds
+    width = max(1, round(settings.steps * _SMOOTHING))
+    text = (
+        f"{study.plan.source.name}, {study.parameters:,} parameters; {study.plan.text.name} text, "
+        f"{study.tokens_a_step():,} tokens a step, peak learning rate {settings.lr:g}, products in {settings.dtype}. "
+        f"Means over {width} steps"
+    )
+    return text + (f" and {len(seeds)} seeds, their range shaded." if len(seeds) > 1 else ".")
