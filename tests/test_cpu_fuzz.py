@@ -113,13 +113,14 @@ def fuzz_dequantize(rng: random.Random) -> None:
 def fuzz_linear(rng: random.Random) -> None:
     (n, k), (r, c), dtype = shape(rng), block(rng), rng.randrange(3)
     m = rng.choice((1, 2, 3, 4, 7, 8, 9, 16, 17, 30))
-    table = L.table("mxq_decode_table", scale_format(rng), torch.bfloat16, L.DECODE_TABLE)
+    fmt = scale_format(rng)
+    table = L.table("mxq_decode_table", fmt, torch.bfloat16, L.DECODE_TABLE)
     packed, scale = random_bytes(rng, n * ((k + 1) // 2)), random_bytes(rng, blocks_of(n, k, r, c))
     x, bias = weights(rng, dtype, m * k), random_bytes(rng, 4 * n)
     y = Output(m * n * (4 if dtype == 0 else 2))
     job = L.LinearJob(
         x.data_ptr(), y.pointer, packed.data_ptr(), scale.data_ptr(), table.data_ptr(),
-        rng.choice((None, bias.data_ptr())), m, n, k, dtype, 0, r, c, rng.choice((0.0, 3.7)), rng.choice((1, 2)),
+        rng.choice((None, bias.data_ptr())), m, n, k, dtype, 0, r, c, fmt, rng.choice((1, 2)),
     )  # fmt: skip
     assert L.library().mxq_linear(ctypes.byref(job)) == L.OK
     y.assert_untouched_around()
@@ -159,7 +160,7 @@ def test_bad_arguments_give_an_error_code(kind):
         "linear": L.LinearJob(
             x.data_ptr(), x.data_ptr() + 2048, x.data_ptr(), x.data_ptr(),
             L.table("mxq_decode_table", fmt, torch.bfloat16, L.DECODE_TABLE).data_ptr(), None,
-            1, 2, 16, 1, 0, 1, 16, 0.0, 1,
+            1, 2, 16, 1, 0, 1, 16, fmt, 1,
         ),
     }[kind]  # fmt: skip
     call = getattr(L.library(), f"mxq_{kind}")

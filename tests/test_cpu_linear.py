@@ -101,6 +101,30 @@ def test_large_products_are_right(level):
                 assert_close(mxquant.linear(x, q), x, q, None)
 
 
+@pytest.mark.parametrize("scale", ["e4m3", "ue5m3", "e8m0"])
+@pytest.mark.parametrize("block", [8, 16, 64])
+def test_every_scale_code_means_what_the_reference_says(scale, block, level):
+    """Row n of the weight has scale code n in its last block; NaN codes make the row's results NaN."""
+    scheme = QuantScheme("fp4_e2m1", scale, block)
+    k = 520
+    q = weight(256, k, scheme)
+    codes = q.scale.view(torch.uint8).clone()
+    codes[:, -1] = torch.arange(256, dtype=torch.uint8)
+    q = QTensor(q.packed, codes.view(q.scale.dtype), None, q.shape, scheme)
+    dense = q.dequantize(torch.float32).double()
+    not_numbers, moderate = dense.isnan().any(1), dense.abs().amax(1) < 1e36
+    assert not_numbers.any()
+    assert moderate.sum() > 100
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2.0**-7)):
+        for m in (1, 2, 5, 30):
+            x = torch.randn(m, k, generator=torch.Generator().manual_seed(m)).to(dtype)
+            y = mxquant.linear(x, q).double()
+            assert y[:, not_numbers].isnan().all()
+            # Large weights of neighbouring blocks cannot hide an error: each result is held against its own terms.
+            bound = x.double().abs() @ dense[moderate].abs().T
+            assert ((y[:, moderate] - x.double() @ dense[moderate].T).abs() <= tolerance * bound + 1e-37).all()
+
+
 def test_threads_do_not_change_the_result(level):
     g = torch.Generator().manual_seed(6)
     q = weight(1030, 1031, QuantScheme())

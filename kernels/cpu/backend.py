@@ -164,7 +164,8 @@ def linear(
         rows.data_ptr(), y.data_ptr(), packed.data_ptr(), scale.data_ptr(),
         _decode_table(scheme.scale, torch.bfloat16, 0.0).data_ptr(), None if bias is None else bias.data_ptr(),
         rows.numel() // k, n, k, L.DTYPES[x.dtype], 0 if bias is None else L.DTYPES[bias.dtype],
-        block_rows, block_columns, 0.0 if global_scale is None else float(global_scale), torch.get_num_threads(),
+        block_rows, block_columns, _format(scheme, 0.0 if global_scale is None else float(global_scale)),
+        torch.get_num_threads(),
     )  # fmt: skip
     L.check(L.library().mxq_linear(byref(job)))
     return y

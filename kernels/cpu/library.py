@@ -56,7 +56,7 @@ class LinearJob(ctypes.Structure):
         ("x", c_void_p), ("y", c_void_p), ("packed", c_void_p), ("scale", c_void_p),
         ("table", c_void_p), ("bias", c_void_p), ("m", c_int64), ("n", c_int64), ("k", c_int64),
         ("dtype", c_int32), ("bias_dtype", c_int32), ("block_rows", c_int32), ("block_columns", c_int32),
-        ("global_scale", c_float), ("threads", c_int32),
+        ("format", ScaleFormat), ("threads", c_int32), ("reserved", c_int32),
     )  # fmt: skip
 
 

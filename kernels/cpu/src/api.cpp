@@ -51,16 +51,20 @@ bool is_dtype(int dtype) { return dtype >= F32 && dtype <= F16; }
 // Sizes whose products stay far from overflow.
 bool is_size(int64_t n) { return n >= 1 && n <= int64_t{1} << 40; }
 
+bool is_format(const ScaleFormat& f) {
+  return (f.mantissa_bits == 0 || f.mantissa_bits == 3) && (f.bias == 7 || f.bias == 15 || f.bias == 127) && f.max_code > 0 &&
+         f.max_code < 255 && f.global_scale >= 0;
+}
+
 bool is_valid(const QuantJob& j) {
   const bool pointers = j.x != nullptr && j.packed != nullptr && j.scale != nullptr && j.tables != nullptr;
-  const bool format = j.rule >= CARRY ? j.format.mantissa_bits == 0 : j.format.mantissa_bits == 3;
-  const bool codes = j.format.max_code > 0 && j.format.max_code < 255 && j.largest >= 0 && j.largest < 255;
+  const bool format = is_format(j.format) && (j.rule >= CARRY) == (j.format.mantissa_bits == 0);
+  const bool codes = j.largest >= 0 && j.largest < 255;
   bool tries = j.tries >= 0 && j.tries <= 16;
   for (int i = 0; tries && i < j.tries; i++) tries = j.offsets[i] >= -255 && j.offsets[i] <= 255;
-  const bool bias = j.format.bias == 7 || j.format.bias == 15 || j.format.bias == 127;
-  return pointers && is_size(j.rows) && is_size(j.columns) && j.stride >= 0 && is_dtype(j.dtype) && format && codes && bias && tries &&
+  return pointers && is_size(j.rows) && is_size(j.columns) && j.stride >= 0 && is_dtype(j.dtype) && format && codes && tries &&
          j.rule >= ABSMAX && j.rule <= P2_SEARCH && j.carry >= 0 && j.carry <= 0x7FFFFF && j.first_row >= 0 &&
-         j.first_row <= int64_t{1} << 40 && is_block(j.block_rows, j.block_columns) && j.format.global_scale >= 0;
+         j.first_row <= int64_t{1} << 40 && is_block(j.block_rows, j.block_columns);
 }
 
 bool is_valid(const DequantJob& j) {
@@ -71,7 +75,8 @@ bool is_valid(const DequantJob& j) {
 
 bool is_valid(const LinearJob& j) {
   return j.x != nullptr && j.y != nullptr && j.packed != nullptr && j.scale != nullptr && j.table != nullptr && is_size(j.m) &&
-         is_size(j.n) && is_size(j.k) && is_dtype(j.dtype) && is_dtype(j.bias_dtype) && is_block(j.block_rows, j.block_columns);
+         is_size(j.n) && is_size(j.k) && is_dtype(j.dtype) && is_dtype(j.bias_dtype) &&
+         is_format(j.format) && is_block(j.block_rows, j.block_columns);
 }
 
 }  // namespace

@@ -80,8 +80,8 @@ struct LinearJob {
   const void* bias;          // [n] or null
   int64_t m, n, k;
   int32_t dtype, bias_dtype, block_rows, block_columns;
-  float global_scale;  // 0: none
-  int32_t threads;
+  ScaleFormat format;
+  int32_t threads, reserved;
 };
 
 // Entry points of one instruction level; each works on a part of a job.

@@ -7,7 +7,7 @@
 namespace mxq {
 namespace {
 
-constexpr int kMaxDirectRows = 4, kChunk = 64;
+constexpr int kMaxDirectRows = 4, kSpan = 64;
 
 // Place of weight w (0 to 63) of a chunk. Low nibbles hold even weights and high ones odd weights; the
 // unpacking keeps to 128-bit lanes, which hold weights 0-31 and 32-63.
@@ -18,10 +18,10 @@ inline int place_of(int w) {
 
 struct Reordered {
   static void row(const LinearJob& job, int64_t m, int64_t chunks, float* out) {
-    std::memset(out, 0, chunks * kChunk * sizeof(float));
-    int place[kChunk];
-    for (int w = 0; w < kChunk; w++) place[w] = place_of(w);
-    for (int64_t i = 0; i < job.k; i++) out[i / kChunk * kChunk + place[i % kChunk]] = activation(job, m, i);
+    std::memset(out, 0, chunks * kSpan * sizeof(float));
+    int place[kSpan];
+    for (int w = 0; w < kSpan; w++) place[w] = place_of(w);
+    for (int64_t i = 0; i < job.k; i++) out[i / kSpan * kSpan + place[i % kSpan]] = activation(job, m, i);
   }
 };
 
@@ -62,7 +62,7 @@ inline void add_chunk(const uint8_t* p, const uint8_t* s, const DecodeTable& t, 
 template <int M, int WIDTH>
 void dot_rows(const LinearJob& job, const float* x, int64_t stride, int64_t first, int64_t last) {
   const int shift = __builtin_ctz(static_cast<unsigned>(job.block_columns));
-  const int64_t chunks = job.k / kChunk, row_bytes = (job.k + 1) / 2, blocks = (job.k + job.block_columns - 1) >> shift;
+  const int64_t chunks = job.k / kSpan, row_bytes = (job.k + 1) / 2, blocks = (job.k + job.block_columns - 1) >> shift;
   for (int64_t row = first; row < last; row++) {
     const uint8_t* p = job.packed + row * row_bytes;
     const uint8_t* s = job.scale + row / job.block_rows * blocks;
@@ -70,16 +70,16 @@ void dot_rows(const LinearJob& job, const float* x, int64_t stride, int64_t firs
     for (auto& v : sum) v = _mm256_setzero_ps();
     for (int64_t c = 0; c < chunks; c++) {
       _mm_prefetch(reinterpret_cast<const char*>(p + c * 32 + 3072), _MM_HINT_T0);
-      add_chunk<M, WIDTH>(p + c * 32, s + (c * kChunk >> shift), *job.table, x + c * kChunk, stride, sum);
+      add_chunk<M, WIDTH>(p + c * 32, s + (c * kSpan >> shift), *job.table, x + c * kSpan, stride, sum);
     }
-    if (job.k % kChunk != 0) {
+    if (job.k % kSpan != 0) {
       uint8_t bytes[32] = {}, scales[8];
       std::memcpy(bytes, p + chunks * 32, row_bytes - chunks * 32);
       for (int64_t i = 0; i < 8; i++) {
-        const int64_t block = (chunks * kChunk >> shift) + i;
+        const int64_t block = (chunks * kSpan >> shift) + i;
         scales[i] = s[block < blocks ? block : blocks - 1];
       }
-      add_chunk<M, WIDTH>(bytes, scales, *job.table, x + chunks * kChunk, stride, sum);
+      add_chunk<M, WIDTH>(bytes, scales, *job.table, x + chunks * kSpan, stride, sum);
     }
     for (int m = 0; m < M; m++) {
       float total = F::sum(sum[m]);
@@ -97,7 +97,7 @@ void direct(const LinearJob& job, const float* x, int64_t stride, int64_t first,
 }
 
 inline int few_rows(const LinearJob& job) {
-  const int64_t chunks = (job.k + kChunk - 1) / kChunk, stride = chunks * kChunk;
+  const int64_t chunks = (job.k + kSpan - 1) / kSpan, stride = chunks * kSpan;
   Scratch memory(job.m * stride * static_cast<int64_t>(sizeof(float)));
   float* x = memory.as<float>();
   if (x == nullptr) return NO_MEMORY;
