@@ -9,14 +9,16 @@ import torch
 
 from mxquant.checkpoint import compressed_tensors, native
 from mxquant.checkpoint.layout import INDEX_NAME, OutputTensor
-from mxquant.checkpoint.reader import Checkpoint, resolve_source
+from mxquant.checkpoint.reader import Checkpoint, TensorInfo, resolve_source
 from mxquant.checkpoint.writer import DTYPE_NAMES, index_json, plan_shards, shard_names
 from mxquant.errors import CheckpointError
+from mxquant.formats import QuantScheme
 from mxquant.ops import QTensor
 from mxquant.output import carry_side_files, check_disk_space, check_output, copy_tensor, open_shard, output_folder
 from mxquant.pipeline import DEFAULT_SHARD_BYTES, Progress
 
-_SUFFIXES = {native.QUANT_METHOD: "weight", compressed_tensors.QUANT_METHOD: "weight_packed"}
+# What the name of a packed tensor has that the dense one has not.
+_SUFFIXES = {native.QUANT_METHOD: "", compressed_tensors.QUANT_METHOD: "_packed"}
 
 
 def dequantize_model(
@@ -75,19 +77,11 @@ class _Reader:
         scheme = compressed_tensors.parse_config(quantization) if table is None else None
         parts: set[str] = set()
         for info in checkpoint.tensors.values():
-            module, _, leaf = info.name.rpartition(".")
-            if leaf != self._suffix:
-                continue
-            if table is not None:
-                entry = table.match(module)
-            else:
-                assert scheme is not None
-                entry = native.ModuleEntry(module, scheme, (info.shape[0], info.shape[1] * 2))
+            entry = _entry(info, table, scheme)
             if entry is not None:
-                name = f"{module}.weight"
-                self.entries[name] = entry
-                parts |= {info.name, f"{module}.weight_scale", f"{module}.weight_global_scale"}
-                self.outputs.append(OutputTensor(name, DTYPE_NAMES[dtype], entry.dense_shape))
+                self.entries[entry.tensor] = entry
+                parts |= {info.name, f"{entry.tensor}_scale", f"{entry.tensor}_global_scale"}
+                self.outputs.append(OutputTensor(entry.tensor, DTYPE_NAMES[dtype], entry.dense_shape))
         self.outputs += [
             OutputTensor(i.name, i.dtype, i.shape) for i in checkpoint.tensors.values() if i.name not in parts
         ]
@@ -98,14 +92,28 @@ class _Reader:
 
     def dense(self, name: str) -> torch.Tensor:
         entry = self.entries[name]
-        module, scheme = entry.name, entry.scheme
-        packed = self._part(f"{module}.{self._suffix}")
-        scale = self._part(f"{module}.weight_scale")
-        global_scale = self._part(f"{module}.weight_global_scale") if scheme.global_scale else None
+        packed = self._part(f"{name}{self._suffix}")
+        scale = self._part(f"{name}_scale")
+        global_scale = self._part(f"{name}_global_scale") if entry.scheme.global_scale else None
+        if entry.experts is None:
+            return self._matrix(entry, packed, scale, global_scale)
         try:
-            q = QTensor(packed.view(scheme.packed_shape(entry.shape)), scale, global_scale, entry.shape, scheme)
+            parts = zip(
+                packed, scale, global_scale if global_scale is not None else [None] * entry.experts, strict=True
+            )
+            matrices = [self._matrix(entry, p, s, None if g is None else g[None]) for p, s, g in parts]
+        except ValueError as error:
+            raise CheckpointError(f"{name}: {error}") from error
+        return torch.stack(matrices)
+
+    def _matrix(
+        self, entry: native.ModuleEntry, packed: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor | None
+    ) -> torch.Tensor:
+        try:
+            packed = packed.view(entry.scheme.packed_shape(entry.shape))
+            q = QTensor(packed, scale, global_scale, entry.shape, entry.scheme)
         except (ValueError, RuntimeError) as error:
-            raise CheckpointError(f"{module}: {error}") from error
+            raise CheckpointError(f"{entry.name}: {error}") from error
         weight = q.dequantize(self._dtype)
         return weight.t().contiguous() if entry.transposed else weight
 
@@ -113,6 +121,17 @@ class _Reader:
         if name not in self._checkpoint.tensors:
             raise CheckpointError(f"{self._checkpoint.folder}: tensor {name} is missing")
         return self._checkpoint.read(name)
+
+
+def _entry(info: TensorInfo, table: native.ModuleTable | None, scheme: QuantScheme | None) -> native.ModuleEntry | None:
+    """What the packed tensor ``info`` stands for; None if it is not one."""
+    if table is not None:
+        return table.match_tensor(info.name)
+    module = info.name.removesuffix(".weight_packed")
+    if module == info.name:
+        return None
+    assert scheme is not None
+    return native.ModuleEntry(module, scheme, (info.shape[0], info.shape[1] * 2))
 
 
 def _config_dtype(config: dict) -> torch.dtype:  # type: ignore[type-arg]

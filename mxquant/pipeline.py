@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import platform
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,11 +27,12 @@ from mxquant.memory import PeakMemory
 from mxquant.methods.rtn import QuantStats, RowChunk, RowQuantizer, check_weight, tensor_amax
 from mxquant.output import carry_side_files, check_disk_space, check_output, copy_tensor, open_shard, output_folder
 from mxquant.parallel import Workers
-from mxquant.plan import QuantPlan, TensorPlan, make_plan
+from mxquant.plan import QuantPlan, make_plan
 from mxquant.recipe import QuantRecipe
 from mxquant.report import QuantReport
 from mxquant.scaling import global_scale_for
 from mxquant.scan import small_scale_warnings
+from mxquant.tensor_plan import TensorPlan
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 # Called with a tensor's name and how many of its parameters are done since the last call.
@@ -134,9 +136,10 @@ def run_plan(
 
 @dataclass
 class _Job:
-    """Some rows of one tensor to quantize, and where they go in the output."""
+    """Some rows of one matrix to quantize, and where they go in the output: it is number ``index`` of its tensor."""
 
     tensor: TensorPlan
+    index: int
     quantizer: RowQuantizer
     start: int
 
@@ -149,13 +152,17 @@ class _Run:
         self.stats: dict[str, QuantStats] = {}
         self._checkpoint, self._plan, self._seed, self._progress = checkpoint, plan, seed, progress
         self._tensors = {t.outputs[0].name: t for t in plan.tensors}
-        self._group_amax: dict[str, torch.Tensor] = {}
+        self._groups: dict[str, list[TensorPlan]] = defaultdict(list)
+        for t in plan.quantized:
+            if t.group is not None:
+                self._groups[t.group].append(t)
+        self._group_amax: dict[tuple[str, int], torch.Tensor] = {}
 
     def write_shard(self, shard: list[OutputTensor], writer: ShardWriter, workers: Workers) -> None:
         """Copy and quantize the tensors of a shard. Rows of several tensors are in work at once."""
         tensors = [self._tensors[o.name] for o in shard if o.name in self._tensors]
         for job, chunk in workers.map(lambda job: (job, job.quantizer(job.start)), self._jobs(tensors, writer)):
-            self._write_rows(job.tensor, chunk, writer)
+            self._write_rows(job, chunk, writer)
 
     def _jobs(self, tensors: list[TensorPlan], writer: ShardWriter) -> Iterator[_Job]:
         for t in tensors:
@@ -163,49 +170,59 @@ class _Run:
                 copy_tensor(self._checkpoint, t.name, writer)
                 self._progress(t.name, t.parameters)
                 continue
-            weight = self._read(t)
-            check_weight(weight, t.name)
-            global_scale = None
-            if t.scheme.global_scale:
-                global_scale = global_scale_for(self._amax(t, weight), t.scheme)
-                writer.write(t.outputs[2].name, global_scale)
-            quantizer = RowQuantizer(
-                weight,
-                t.scheme,
-                seed=self._seed,
-                name=t.name,
-                global_scale=global_scale,
-                device=self.device,
-                with_stats=True,
-            )
-            for start in quantizer.starts:
-                yield _Job(t, quantizer, start)
+            for index, (name, weight) in enumerate(t.matrices(self._checkpoint.read(t.name))):
+                yield from self._matrix_jobs(t, index, name, weight, writer)
 
-    def _write_rows(self, t: TensorPlan, chunk: RowChunk, writer: ShardWriter) -> None:
+    def _matrix_jobs(
+        self, t: TensorPlan, index: int, name: str, weight: torch.Tensor, writer: ShardWriter
+    ) -> Iterator[_Job]:
+        assert t.scheme is not None
+        check_weight(weight, name)
+        global_scale = None
+        if t.scheme.global_scale:
+            global_scale = global_scale_for(self._amax(t, index, weight), t.scheme)
+            writer.write(t.outputs[2].name, global_scale, 4 * index)
+        quantizer = RowQuantizer(
+            weight,
+            t.scheme,
+            seed=self._seed,
+            name=name,
+            global_scale=global_scale,
+            device=self.device,
+            with_stats=True,
+        )
+        for start in quantizer.starts:
+            yield _Job(t, index, quantizer, start)
+
+    def _write_rows(self, job: _Job, chunk: RowChunk, writer: ShardWriter) -> None:
+        t = job.tensor
         assert t.scheme is not None
         assert chunk.stats is not None
         packed, scale = t.outputs[:2]
         scales = chunk.scale
         if self._plan.on_disk == compressed_tensors.QUANT_METHOD:
             scales = compressed_tensors.stored_scale(scales, t.scheme)
-        writer.write(packed.name, chunk.packed, chunk.start * chunk.packed.shape[1])
+        row = job.index * t.matrix[0] + chunk.start
+        writer.write(packed.name, chunk.packed, row * chunk.packed.shape[1])
         row_bytes = scales.shape[1] * scales.element_size()
-        writer.write(scale.name, scales, chunk.start // t.scheme.block_shape[0] * row_bytes)
+        row = job.index * t.scheme.scale_shape(t.matrix)[0] + chunk.start // t.scheme.block_shape[0]
+        writer.write(scale.name, scales, row * row_bytes)
         self.stats[t.name] = self.stats.get(t.name, QuantStats()) + chunk.stats
         self._progress(t.name, chunk.stats.elements)
 
-    def _read(self, t: TensorPlan) -> torch.Tensor:
-        weight = self._checkpoint.read(t.name)
-        return weight.t() if t.transposed else weight
-
-    def _amax(self, t: TensorPlan, weight: torch.Tensor) -> torch.Tensor:
-        """Largest magnitude of the tensor, or of its fused group: engines use one scale for all."""
+    def _amax(self, t: TensorPlan, index: int, weight: torch.Tensor) -> torch.Tensor:
+        """Largest magnitude of the matrix, or of its fused group: engines use one scale for all."""
         if t.group is None:
             return tensor_amax(weight)
-        if t.group not in self._group_amax:
-            members = [m for m in self._plan.quantized if m.group == t.group]
-            self._group_amax[t.group] = torch.stack([tensor_amax(self._read(m)) for m in members]).amax()
-        return self._group_amax[t.group]
+        key = (t.group, index)
+        if key not in self._group_amax:
+            members = [self._matrix_amax(m, index) for m in self._groups[t.group]]
+            self._group_amax[key] = torch.stack(members).amax()
+        return self._group_amax[key]
+
+    def _matrix_amax(self, t: TensorPlan, index: int) -> torch.Tensor:
+        tensor = self._checkpoint.read(t.name)
+        return tensor_amax(tensor if t.experts is None else tensor[index])
 
 
 def versions() -> dict[str, str]:

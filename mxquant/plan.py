@@ -2,79 +2,33 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from mxquant.activations import NONE
 from mxquant.checkpoint import compressed_tensors, native
-from mxquant.checkpoint.layout import FLOAT_DTYPES, ITEM_SIZES, OutputTensor
-from mxquant.checkpoint.reader import Checkpoint
+from mxquant.checkpoint.layout import FLOAT_DTYPES, OutputTensor
+from mxquant.checkpoint.reader import Checkpoint, TensorInfo
 from mxquant.checkpoint.writer import DTYPE_NAMES, plan_shards
 from mxquant.errors import CheckpointError, PlanError
 from mxquant.formats import QuantScheme
 from mxquant.numerics import scale_dtype
 from mxquant.qtensor import CHUNK_ELEMENTS
 from mxquant.recipe import QuantRecipe, activations_text
+from mxquant.tensor_plan import TensorPlan
 from mxquant.transformers.architectures import NameMapper, Parameter, build_meta_model, fused_group, inventory
+from mxquant.transformers.mixtures import Layout, Piece, Place, layout, problems_of
 
 MAX_DENSE_SHARE = 0.05
+# What stays dense unless named, as everybody expects.
+KNOWN_KINDS = ("embedding", "output head", "norm", "bias", "convolution", "router")
+# Kinds of parameters that are quantized unless a rule says otherwise.
+_QUANTIZED = ("linear", "experts")
 # fp32 working copies of one chunk that live at once, measured generously.
 _CHUNK_COPIES = 16
-
-
-@dataclass
-class TensorPlan:
-    """What becomes of one tensor of the source.
-
-    ``shape``: as stored; ``matrix``: ``(out_features, in_features)`` where it is quantized.
-    ``scheme`` None: copied as it is, because of ``reason``. ``group``: tensors of one group share
-    their global scale. ``outputs``: what is written for it.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    kind: str
-    scheme: QuantScheme | None
-    reason: str
-    transposed: bool = False
-    group: str | None = None
-    outputs: list[OutputTensor] = field(default_factory=list)
-
-    @property
-    def module(self) -> str:
-        return self.name.removesuffix(".weight")
-
-    @property
-    def matrix(self) -> tuple[int, int]:
-        rows, columns = self.shape
-        return (columns, rows) if self.transposed else (rows, columns)
-
-    @property
-    def parameters(self) -> int:
-        return prod(self.shape)
-
-    @property
-    def bytes_before(self) -> int:
-        return self.parameters * ITEM_SIZES[self.dtype]
-
-    @property
-    def bytes_after(self) -> int:
-        return sum(o.nbytes for o in self.outputs)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "dtype": self.dtype,
-            "shape": list(self.shape),
-            "kind": self.kind,
-            "scheme": self.scheme.name if self.scheme else None,
-            "reason": self.reason,
-            "bytes_after": self.bytes_after,
-        }
 
 
 @dataclass
@@ -210,10 +164,15 @@ def check_not_quantized(checkpoint: Checkpoint) -> None:
 def _decide(
     checkpoint: Checkpoint, recipe: QuantRecipe, parameters: dict[str, Parameter], mapper: NameMapper
 ) -> tuple[list[TensorPlan], list[str]]:
-    tensors, problems = [], []
+    tensors: list[TensorPlan] = []
+    problems: list[str] = []
     for info in checkpoint.tensors.values():
-        parameter = parameters.get(mapper(info.name) or "")
-        if parameter is None:
+        place = mapper.place(info.name)
+        parameter = parameters.get(place.parameter) if place else None
+        if place and parameter and parameter.kind == "experts":
+            tensors.append(_experts_plan(info, place, parameter, recipe, problems))
+            continue
+        if not (place and parameter and place.is_whole):
             reason = "not a parameter of the model class, or only a part of one"
             tensors.append(TensorPlan(info.name, info.dtype, info.shape, "unknown", None, reason))
             continue
@@ -225,9 +184,46 @@ def _decide(
         group = fused_group(info.name.removesuffix(".weight")) if scheme and scheme.global_scale else None
         kind, transposed = parameter.kind, parameter.transposed
         tensors.append(TensorPlan(info.name, info.dtype, info.shape, kind, scheme, reason, transposed, group))
-    names = [t.module for t in tensors if t.name.endswith(".weight")]
+    names = [t.module for t in tensors if t.name.endswith(".weight") or t.kind == "experts"]
     problems += [f"pattern {p!r} matches no module of the model" for p in recipe.unused_patterns(names)]
-    return tensors, problems
+    return tensors, problems + _check_experts(tensors, parameters)
+
+
+def _experts_plan(
+    info: TensorInfo, place: Place, parameter: Parameter, recipe: QuantRecipe, problems: list[str]
+) -> TensorPlan:
+    """What becomes of a tensor with matrices of experts: of one, of all, or a part of all."""
+    t = TensorPlan(info.name, info.dtype, info.shape, parameter.kind, None, "", place=place)
+    found = layout(place, _three(parameter.shape), parameter.transposed, info.shape)
+    if not isinstance(found, Layout):
+        t.reason = found
+        return t
+    if info.shape != found.shape:
+        problems.append(f"{info.name}: {list(info.shape)} in the file, but the config says {list(found.shape)}")
+        return t
+    decision = recipe.decide(t.module)
+    t.scheme, t.reason = decision.scheme, decision.reason
+    t.transposed, t.experts = found.transposed, found.experts
+    if t.scheme and info.dtype not in FLOAT_DTYPES:
+        problems.append(f"{t.name}: {t.dtype} weights cannot be quantized; need {', '.join(FLOAT_DTYPES)}")
+    if t.scheme and t.scheme.global_scale and place.parts > 1:
+        t.group = place.parameter if place.expert is None else f"{place.parameter}.{place.expert}"
+    return t
+
+
+def _check_experts(tensors: list[TensorPlan], parameters: dict[str, Parameter]) -> list[str]:
+    """Problems with the tensors that make up parameters of experts."""
+    pieces: dict[str, list[Piece]] = defaultdict(list)
+    for t in tensors:
+        if t.place and t.place.obstacle is None:
+            held = Layout(t.matrix, t.experts, t.transposed)
+            pieces[t.place.parameter].append(Piece(t.name, t.place, held, t.scheme))
+    return [p for name, found in pieces.items() for p in problems_of(name, parameters[name].shape[0], found)]
+
+
+def _three(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    experts, rows, columns = shape
+    return experts, rows, columns
 
 
 def _scheme_for(
@@ -249,9 +245,8 @@ def _check_coverage(tensors: list[TensorPlan], recipe: QuantRecipe, allow_dense:
     """Problems with what stays dense: nothing may be left out silently."""
     if not any(t.scheme for t in tensors):
         return ["nothing would be quantized: no linear layer is matched by the recipe"]
-    known = ("embedding", "output head", "norm", "bias", "convolution")
-    matrices = [t for t in tensors if len(t.shape) >= 2 and t.kind not in known]
-    by_accident = [t for t in matrices if not t.scheme and not (t.kind == "linear" and recipe.decide(t.module).named)]
+    matrices = [t for t in tensors if len(t.shape) >= 2 and t.kind not in KNOWN_KINDS]
+    by_accident = [t for t in matrices if not t.scheme and not (t.kind in _QUANTIZED and recipe.decide(t.module).named)]
     total = sum(t.parameters for t in matrices)
     share = sum(t.parameters for t in by_accident) / total if total else 0.0
     if share > MAX_DENSE_SHARE and not allow_dense:
@@ -273,6 +268,15 @@ def _choose_format(quantized: list[TensorPlan], recipe: QuantRecipe) -> tuple[st
         return native.QUANT_METHOD, "no other format holds this scheme"
     if len(names) > 1:
         return native.QUANT_METHOD, "several schemes in one model"
+    stack = next((t for t in quantized if t.experts), None)
+    if stack:
+        return (
+            native.QUANT_METHOD,
+            f"{stack.name} holds the matrices of all experts, for which compressed-tensors has no name",
+        )
+    if any(t.kind == "experts" and t.scheme and t.scheme.global_scale for t in quantized):
+        why = "transformers ignores the global scales of experts in compressed-tensors, so their weights would be wrong"
+        return native.QUANT_METHOD, why
     uneven = next((t for t in quantized if t.scheme and t.matrix[1] % t.scheme.block_shape[1]), None)
     if uneven:
         return native.QUANT_METHOD, f"{uneven.name} has {uneven.matrix[1]} input features, not a whole number of blocks"
@@ -285,32 +289,38 @@ def _choose_format(quantized: list[TensorPlan], recipe: QuantRecipe) -> tuple[st
 def _outputs(t: TensorPlan, on_disk: str) -> list[OutputTensor]:
     if t.scheme is None:
         return [OutputTensor(t.name, t.dtype, t.shape)]
+    entry = _entry(t, t.scheme)
     if on_disk == native.QUANT_METHOD:
-        packed = OutputTensor(t.name, "U8", native.stored_shape(t.scheme, t.matrix, t.shape))
+        packed = OutputTensor(t.name, "U8", entry.stored_shape)
     else:
-        packed = OutputTensor(f"{t.module}.weight_packed", "U8", t.scheme.packed_shape(t.matrix))
+        packed = OutputTensor(f"{t.name}_packed", "U8", entry.packed_shape)
     kind = DTYPE_NAMES[scale_dtype(t.scheme.scale_format)]
-    outputs = [packed, OutputTensor(f"{t.module}.weight_scale", kind, t.scheme.scale_shape(t.matrix))]
+    outputs = [packed, OutputTensor(f"{t.name}_scale", kind, entry.scale_shape)]
     if t.scheme.global_scale:
-        outputs.append(OutputTensor(f"{t.module}.weight_global_scale", "F32", (1,)))
+        outputs.append(OutputTensor(f"{t.name}_global_scale", "F32", entry.global_scale_shape))
     return outputs
+
+
+def _entry(t: TensorPlan, scheme: QuantScheme, recipe: QuantRecipe | None = None) -> native.ModuleEntry:
+    activations = recipe.activations_for(scheme) if recipe else None
+    return native.ModuleEntry(_entry_name(t), scheme, t.matrix, t.transposed, activations, t.experts)
+
+
+def _entry_name(t: TensorPlan) -> str:
+    return t.module if t.experts is None else t.name
 
 
 def _quantization_config(tensors: list[TensorPlan], on_disk: str, recipe: QuantRecipe) -> dict[str, Any]:
     quantized = [t for t in tensors if t.scheme]
     if on_disk == native.QUANT_METHOD:
-        entries = [
-            native.ModuleEntry(t.module, t.scheme, t.matrix, t.transposed, recipe.activations_for(t.scheme))
-            for t in quantized
-            if t.scheme
-        ]
-        return native.build_config(entries, [t.module for t in tensors], recipe.kv_cache)
+        entries = [_entry(t, t.scheme, recipe) for t in quantized if t.scheme]
+        return native.build_config(entries, [_entry_name(t) for t in tensors], recipe.kv_cache)
     scheme = quantized[0].scheme
     assert scheme is not None
     return compressed_tensors.build_config(scheme, _dense_linears(tensors))
 
 
 def _dense_linears(tensors: Iterable[TensorPlan]) -> list[str]:
-    dense = [t.module for t in tensors if not t.scheme and t.kind in ("linear", "output head")]
+    dense = [t.module for t in tensors if not t.scheme and t.kind in (*_QUANTIZED, "router", "output head")]
     # The head is ignored by name even where it is tied and has no tensor of its own.
     return sorted({*dense, "lm_head"}) if not any(t.scheme and t.kind == "output head" for t in tensors) else dense

@@ -41,13 +41,13 @@ def scan_small_scales(checkpoint: Checkpoint, plan: QuantPlan) -> dict[QuantSche
         fmt = scheme.scale_format
         if scheme.global_scale or not fmt.coded or not fmt.has_zero:
             continue
-        weight = checkpoint.read(t.name)
-        amax = _sampled_amax(weight.t() if t.transposed else weight, scheme, stride)
         counts = found.setdefault(scheme, SmallScales())
-        counts.blocks += amax.numel()
-        zero, subnormal = count_small_scales(encode_scale(amax / scheme.element_format.max, fmt), amax, fmt)
-        counts.zero += zero
-        counts.subnormal += subnormal
+        for _, weight in t.matrices(checkpoint.read(t.name)):
+            amax = _sampled_amax(weight, scheme, stride)
+            counts.blocks += amax.numel()
+            zero, subnormal = count_small_scales(encode_scale(amax / scheme.element_format.max, fmt), amax, fmt)
+            counts.zero += zero
+            counts.subnormal += subnormal
     return found
 
 

@@ -17,6 +17,18 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 # Odd sizes on purpose: 36 input features divide by no block length in use.
 _SIZES = {"vocab_size": 64, "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
 _LLAMA = {**_SIZES, "intermediate_size": 36, "num_key_value_heads": 2, "max_position_embeddings": 64}
+_MOE = {**_LLAMA, "intermediate_size": 32, "num_experts_per_tok": 2}
+_MOE48 = {**_MOE, "intermediate_size": 48}
+_LATENT = {
+    **_MOE,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+}
+_GROUPS = {"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -44,6 +56,20 @@ def _configs() -> dict[str, Callable[[], object]]:
         "gemma3": lambda: hf.Gemma3TextConfig(**_LLAMA, head_dim=16, sliding_window=32),
         "gpt2": lambda: hf.GPT2Config(vocab_size=64, n_layer=2, n_embd=64, n_head=4, n_positions=64),
         "mixtral": lambda: hf.MixtralConfig(**_LLAMA, num_local_experts=2),
+        "mixtral-even": lambda: hf.MixtralConfig(**_MOE, num_local_experts=4),
+        "qwen3-moe": lambda: hf.Qwen3MoeConfig(**_MOE, num_experts=4, moe_intermediate_size=48, head_dim=16),
+        "qwen2-moe": lambda: hf.Qwen2MoeConfig(
+            **_MOE, num_experts=4, moe_intermediate_size=48, shared_expert_intermediate_size=32
+        ),
+        "deepseek-v3": lambda: hf.DeepseekV3Config(
+            **_LATENT, **_GROUPS, n_routed_experts=4, n_shared_experts=1, moe_intermediate_size=48
+        ),
+        "llama4": lambda: hf.Llama4TextConfig(
+            **_MOE48, intermediate_size_mlp=96, num_local_experts=4, head_dim=16, interleave_moe_layer_step=1
+        ),
+        "gpt-oss": lambda: hf.GptOssConfig(**_MOE48, num_local_experts=4, head_dim=16, sliding_window=32),
+        "jetmoe": lambda: hf.JetMoeConfig(**{**_MOE, "num_key_value_heads": 2}, num_local_experts=2, kv_channels=16),
+        "granite-moe": lambda: hf.GraniteMoeConfig(**_MOE, num_local_experts=4),
     }
 
 

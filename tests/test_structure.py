@@ -32,6 +32,7 @@ LAYERS = (
     ("modules", "theory"),
     ("checkpoint",),
     ("output", "transformers"),
+    ("tensor_plan",),
     ("plan", "training"),
     ("report", "scan"),
     ("pipeline",),

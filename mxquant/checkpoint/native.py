@@ -10,6 +10,10 @@
 A module whose inputs are quantized has ``"activations": {"scheme": {...}, "per_token": false}``; keys
 and values that are, are described by ``"kv_cache"`` beside ``"modules"``. Either makes it version 2.
 
+Where one tensor holds the matrices of all experts of a mixture, its entry has ``"experts": 128``, its
+``names`` are whole tensor names, and ``transposed`` says that the source stores ``[experts, in, out]``.
+That makes it version 3.
+
 ``names`` are module names of the checkpoint (a tensor's name without ``.weight``); ``*`` stands for
 one run of digits. ``shape`` is ``[out_features, in_features]``, also where the source stores the
 transpose (``transposed``: GPT-2's Conv1D). Of a module ``m`` the files hold
@@ -17,6 +21,9 @@ transpose (``transposed``: GPT-2's Conv1D). Of a module ``m`` the files hold
 - ``m.weight``: uint8, the packed elements in the shape of :func:`stored_shape`;
 - ``m.weight_scale``: the block scales, ``scheme.scale_shape(shape)``;
 - ``m.weight_global_scale``: fp32 ``[1]``, where the scheme has one.
+
+Of a tensor ``t`` of experts they hold ``t``, ``t_scale`` and ``t_global_scale``: the same for each
+expert's matrix, stacked; ``[experts]`` global scales.
 
 Everything else in the files is the source's, byte for byte. This module does not import torch.
 """
@@ -35,7 +42,7 @@ from mxquant.errors import CheckpointError, SchemeError
 from mxquant.formats import QuantScheme
 
 QUANT_METHOD = "mxquant"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -43,7 +50,8 @@ class ModuleEntry:
     """One quantized module: its checkpoint name, scheme and dense shape ``(out, in)``.
 
     ``transposed``: the source checkpoint stored ``[in, out]``. ``activations``: what the module's
-    inputs are quantized to while it runs.
+    inputs are quantized to while it runs. ``experts``: how many such matrices the tensor holds; then
+    ``name`` is the tensor's. None for the weight of a module.
     """
 
     name: str
@@ -51,16 +59,44 @@ class ModuleEntry:
     shape: tuple[int, int]
     transposed: bool = False
     activations: ActivationScheme | None = None
+    experts: int | None = None
 
     @property
-    def dense_shape(self) -> tuple[int, int]:
+    def tensor(self) -> str:
+        """The name of the packed tensor; those of its scales follow from it."""
+        return self.name if self.experts is not None else f"{self.name}.weight"
+
+    @property
+    def dense_shape(self) -> tuple[int, ...]:
         """The shape that the unquantized tensor has in the source checkpoint."""
-        return (self.shape[1], self.shape[0]) if self.transposed else self.shape
+        return self._stacked(self._dense_matrix)
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """The shape of the packed tensor in the files."""
-        return stored_shape(self.scheme, self.shape, self.dense_shape)
+        return self._stacked(stored_shape(self.scheme, self.shape, self._dense_matrix))
+
+    @property
+    def packed_shape(self) -> tuple[int, ...]:
+        """The shape of the packed elements as matrices."""
+        return self._stacked(self.scheme.packed_shape(self.shape))
+
+    @property
+    def scale_shape(self) -> tuple[int, ...]:
+        """The shape of the block scales."""
+        return self._stacked(self.scheme.scale_shape(self.shape))
+
+    @property
+    def global_scale_shape(self) -> tuple[int, ...]:
+        """The shape of the global scales, where the scheme has them."""
+        return (1,) if self.experts is None else (self.experts,)
+
+    @property
+    def _dense_matrix(self) -> tuple[int, int]:
+        return (self.shape[1], self.shape[0]) if self.transposed else self.shape
+
+    def _stacked(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return shape if self.experts is None else (self.experts, *shape)
 
 
 def stored_shape(scheme: QuantScheme, shape: tuple[int, int], dense_shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -84,29 +120,36 @@ def build_config(
     ``all_names``: the names of all modules in the checkpoint, quantized or not. Names that differ
     in numbers only are written with ``*`` where that matches exactly the modules meant.
     """
-    groups: dict[tuple[QuantScheme, tuple[int, int], bool, ActivationScheme | None], list[str]] = defaultdict(list)
+    groups: dict[ModuleEntry, list[str]] = defaultdict(list)
     for entry in entries:
-        groups[entry.scheme, entry.shape, entry.transposed, entry.activations].append(entry.name)
+        groups[replace(entry, name="")].append(entry.name)
     everything = {*all_names, *(name for names in groups.values() for name in names)}
-    dynamic = kv_cache is not None or any(activations for *_, activations in groups)
     config = {
         "quant_method": QUANT_METHOD,
-        # Readers that know the first version only would leave activations as they are.
-        "format_version": FORMAT_VERSION if dynamic else 1,
+        "format_version": _version(groups, kv_cache),
         "mxquant_version": mxquant.__version__,
-        "schemes": {scheme.name: scheme.to_dict() for scheme, *_ in groups},
+        "schemes": {entry.scheme.name: entry.scheme.to_dict() for entry in groups},
         "modules": [
             {
                 "names": compact_names(names, everything),
-                "scheme": scheme.name,
-                "shape": list(shape),
-                "transposed": transposed,
-                **({"activations": activations.to_dict()} if activations else {}),
+                "scheme": entry.scheme.name,
+                "shape": list(entry.shape),
+                "transposed": entry.transposed,
+                **({"activations": entry.activations.to_dict()} if entry.activations else {}),
+                **({"experts": entry.experts} if entry.experts is not None else {}),
             }
-            for (scheme, shape, transposed, activations), names in groups.items()
+            for entry, names in groups.items()
         ],
     }
     return config if kv_cache is None else {**config, "kv_cache": kv_cache.to_dict()}
+
+
+def _version(entries: Iterable[ModuleEntry], kv_cache: ActivationScheme | None) -> int:
+    """The first version whose readers understand all of it: older ones would leave activations as they are."""
+    entries = list(entries)
+    if any(entry.experts is not None for entry in entries):
+        return 3
+    return 2 if kv_cache is not None or any(entry.activations for entry in entries) else 1
 
 
 def compact_names(names: Iterable[str], all_names: Iterable[str]) -> list[str]:
@@ -153,6 +196,15 @@ class ModuleTable:
             found = next((p for regex, p in self._several if regex.fullmatch(name)), None)
         return found and replace(found, name=name)
 
+    def match_tensor(self, name: str) -> ModuleEntry | None:
+        """The entry whose packed tensor, in our own format, is called ``name``."""
+        module = name.removesuffix(".weight")
+        for candidate in dict.fromkeys((name, module)):
+            entry = self.match(candidate)
+            if entry is not None and entry.tensor == name:
+                return entry
+        return None
+
     def unmatched(self, names: Iterable[str]) -> list[str]:
         """The patterns, as written, that match none of ``names``."""
         names = list(names)
@@ -192,6 +244,7 @@ def parse_config(config: dict[str, Any]) -> ModuleTable:
                 _matrix_shape(group["shape"]),
                 bool(group["transposed"]),
                 ActivationScheme.read(group.get("activations")),
+                None if group.get("experts") is None else int(group["experts"]),
             )
             for group in config["modules"]
             for name in group["names"]

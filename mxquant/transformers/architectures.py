@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from mxquant.errors import CheckpointError
+from mxquant.transformers.mixtures import Place, matrices, place_by, routers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,9 +34,10 @@ _FUSED = (
 class Parameter:
     """One parameter of a model.
 
-    ``kind``: linear, output head, embedding, norm, bias, convolution or other. ``shape``: for a
-    linear weight always ``(out_features, in_features)``; ``transposed`` says that the checkpoint
-    stores it the other way round (GPT-2's Conv1D). ``reason``: why it stays dense unless named.
+    ``kind``: linear, experts, router, output head, embedding, norm, bias, convolution or other.
+    ``shape``: for a linear weight always ``(out_features, in_features)``, for those of experts
+    ``(experts, out_features, in_features)``; ``transposed`` says that the model stores the last two
+    the other way round (GPT-2's Conv1D). ``reason``: why it stays dense unless named.
     """
 
     name: str
@@ -56,7 +58,7 @@ class Parameter:
 
     @property
     def quantizable(self) -> bool:
-        """Whether the parameter is quantized by default."""
+        """Whether the parameter is a single matrix that is quantized by default."""
         return self.kind == "linear"
 
 
@@ -89,6 +91,7 @@ def inventory(model: Any) -> list[Parameter]:
     head = model.get_output_embeddings()
     modules = dict(model.named_modules(remove_duplicate=False))
     tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    routing = routers(model)
     found = []
     for name, tensor in model.named_parameters(remove_duplicate=False):
         module, leaf = modules[name.rpartition(".")[0]], name.rpartition(".")[2]
@@ -97,6 +100,11 @@ def inventory(model: Any) -> list[Parameter]:
             source = tied.get(name)
             reason = f"output head, tied to {source}" if source else "output head"
             found.append(Parameter(name, "output head", shape, tied_to=source, reason=reason))
+        elif (transposed := matrices(module).get(leaf)) is not None:
+            experts, rows, columns = (shape[0], shape[2], shape[1]) if transposed else shape
+            found.append(Parameter(name, "experts", (experts, rows, columns), transposed, tied_to=tied.get(name)))
+        elif name in routing:
+            found.append(Parameter(name, "router", shape, reason="router of experts"))
         elif is_weight and is_plain_linear(module):
             transposed = isinstance(module, Conv1D)
             matrix = shape[::-1] if transposed else shape
@@ -140,24 +148,38 @@ class NameMapper:
     """Checkpoint tensor names -> parameter names of the running model.
 
     Follows the loader of transformers: its renaming rules for the architecture, then the base-model
-    prefix added or dropped.
+    prefix added or dropped. ``conversions``: its rules, if others than those of the architecture.
     """
 
-    def __init__(self, model: Any):
+    def __init__(self, model: Any, conversions: Iterable[Any] | None = None):
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming
 
-        mapping = get_model_conversion_mapping(model) or []
+        mapping = (get_model_conversion_mapping(model) or []) if conversions is None else list(conversions)
         self._renamings = [m for m in mapping if isinstance(m, WeightRenaming)]
         self._converters = [m for m in mapping if isinstance(m, WeightConverter)]
-        self._targets = {p: list(c.target_patterns) for c in self._converters for p in c.source_patterns}
+        self._by_pattern = {p: c for c in self._converters for p in c.source_patterns}
         self._prefix = getattr(model, "base_model_prefix", "")
         self._known = dict(model.state_dict())
 
     def __call__(self, name: str) -> str | None:
         """The parameter that the tensor is, or None: unknown, or one part of a fused parameter."""
+        place = self.place(name)
+        return place.parameter if place is not None and place.is_whole else None
+
+    def target(self, name: str) -> str | None:
+        """The model's tensor that the loader puts the tensor into, whatever it makes of it on the way."""
+        target, _ = self._rename(name)
+        return target if target in self._known else None
+
+    def place(self, name: str) -> Place | None:
+        """Where the tensor goes; None if the model has no place for it."""
         target, pattern = self._rename(name)
-        return target if pattern is None and target in self._known else None
+        if target not in self._known:
+            return None
+        if pattern is None:
+            return Place(target)
+        return place_by(self._by_pattern[pattern], pattern, target, self._renamed(name))
 
     def missing(self, names: Iterable[str], parameters: Iterable[Parameter]) -> Iterator[str]:
         """Parameters that no tensor of the checkpoint fills and that are not tied to one that is."""
@@ -166,7 +188,7 @@ class NameMapper:
             target, pattern = self._rename(name)
             present.add(target)
             if pattern is not None:
-                first, *others = self._targets[pattern]
+                first, *others = self._by_pattern[pattern].target_patterns
                 present |= {target.replace(first, other) for other in others}
         for p in parameters:
             if p.name not in present and p.tied_to is None:
@@ -176,12 +198,16 @@ class NameMapper:
         """Target parameter, and the source pattern if a fusing or splitting conversion makes it."""
         from transformers.core_model_loading import rename_source_key
 
-        if name in self._known:
-            return name, None
         renamed, pattern = rename_source_key(name, self._renamings, self._converters, self._prefix, self._known)
         if renamed in self._known:
             return renamed, pattern
         return rename_source_key(name, [], [], self._prefix, self._known)[0], None
+
+    def _renamed(self, name: str) -> str:
+        """The name that converters look at."""
+        from transformers.core_model_loading import rename_source_key
+
+        return rename_source_key(name, self._renamings, [])[0]
 
 
 def _line(error: Exception) -> str:

@@ -7,8 +7,9 @@ headers of the files, because what the loader does not find it fills with random
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,13 +21,34 @@ from mxquant.errors import CheckpointError
 from mxquant.formats import QuantScheme
 from mxquant.modules import QuantLinear
 from mxquant.numerics import scale_dtype
-from mxquant.transformers.architectures import NameMapper, is_plain_linear
+from mxquant.transformers.architectures import NameMapper, Parameter, inventory, is_plain_linear
+from mxquant.transformers.experts import pack_experts
+from mxquant.transformers.mixtures import Layout, Piece, Place, entry_of, layout, problems_of
 
 # Tensor name -> safetensors dtype name and shape.
 Headers = Mapping[str, tuple[str, tuple[int, ...]]]
 
+SCALES = ("_scale", "_global_scale")
 PACKED = "weight"
 COMPRESSED_TENSORS_PACKED = "weight_packed"
+
+
+@dataclass
+class Packed:
+    """What of a model is packed, or is going to be.
+
+    ``modules``: linear layers, runtime name -> entry under its file's name. ``experts``: parameters
+    of experts, runtime name -> entry of all its matrices, whichever tensors hold them in the files.
+    ``tensors``: dense name of each tensor in the files -> that of the model's tensor it goes to.
+    """
+
+    modules: dict[str, ModuleEntry] = field(default_factory=dict)
+    experts: dict[str, ModuleEntry] = field(default_factory=dict)
+    tensors: dict[str, str] = field(default_factory=dict)
+
+    def scheme_of(self, tensor: str) -> QuantScheme:
+        """The scheme of a tensor of the model."""
+        return (self.experts.get(tensor) or self.modules[tensor.removesuffix(".weight")]).scheme
 
 
 def read_headers(files: Iterable[str]) -> Headers:
@@ -45,38 +67,68 @@ def read_headers(files: Iterable[str]) -> Headers:
     return found
 
 
-def find_packed(model: nn.Module, headers: Headers, table: ModuleTable, packed_name: str) -> dict[str, ModuleEntry]:
-    """Modules of ``model`` that the files hold packed: runtime name -> entry under its file's name.
+def find_packed(model: nn.Module, headers: Headers, table: ModuleTable, packed_name: str) -> Packed:
+    """Modules and experts of ``model`` that the files hold packed.
 
     Raises ``CheckpointError`` if table, files and model do not agree with each other.
     """
     mapper = NameMapper(model)
-    suffix = f".{packed_name}"
-    found: dict[str, ModuleEntry] = {}
+    experts = expert_parameters(model)
+    suffix = packed_name.removeprefix(PACKED)
+    found = Packed()
+    pieces: dict[str, list[Piece]] = defaultdict(list)
     listed, lost, problems = [], [], []
     for key, (dtype, _) in headers.items():
-        name = key.removesuffix(suffix)
-        match = _match(table, name, getattr(model, "base_model_prefix", "")) if key != name else None
+        name = key.removesuffix(suffix) if suffix else key
+        match = _match(table, name, getattr(model, "base_model_prefix", "")) if key.endswith(suffix) else None
         if match is None:
-            if dtype == "U8" and key != name:
+            if dtype == "U8" and key.endswith(f".{packed_name}"):
                 problems.append(f"{key} is packed, but the quantization config does not list it")
             continue
         listed.append(match.name)
-        target = mapper(f"{name}.weight")
-        if target is None:
-            lost.append(name)
-            continue
-        entry = replace(match, name=name)
-        found[target.removesuffix(".weight")] = entry
-        problems += _problems(model, target.removesuffix(".weight"), entry, headers, packed_name)
+        place = mapper.place(name)
+        entry = replace(match, name=name if match.experts is not None else name.removesuffix(".weight"))
+        if place is not None and place.parameter in experts:
+            found.tensors[name] = place.parameter
+            problems += header_problems(entry, headers, suffix)
+            problems += _place(pieces[place.parameter], place, entry, experts[place.parameter])
+        elif place is not None and place.is_whole and entry.experts is None:
+            found.tensors[name] = place.parameter
+            found.modules[place.parameter.removesuffix(".weight")] = entry
+            problems += _shape_problems(model, place.parameter.removesuffix(".weight"), entry)
+            problems += header_problems(entry, headers, suffix)
+        else:
+            lost.append(name.removesuffix(".weight"))
     unlisted = table.unmatched(listed)
     if unlisted:
         problems.append(f"the quantization config lists {_some(unlisted)}, which the files do not hold")
     if lost and _has_gaps(model, headers, mapper):
         problems.append(f"{type(model).__name__} has no linear layer for the packed weights of {_some(lost)}")
+    if not problems:
+        for name, made_of in pieces.items():
+            count = experts[name].shape[0]
+            problems += problems_of(name, count, made_of)
+            found.experts[name] = entry_of(made_of, count)
     if problems:
         raise CheckpointError(f"{_origin(model)}: {_some(problems, '; ')}")
     return found
+
+
+def expert_parameters(model: nn.Module) -> dict[str, Parameter]:
+    """The parameters that hold the matrices of experts, by name."""
+    return {p.name: p for p in inventory(model) if p.kind == "experts"}
+
+
+def _place(pieces: list[Piece], place: Place, entry: ModuleEntry, parameter: Parameter) -> list[str]:
+    """Add what a packed tensor is of a parameter to ``pieces``; or what is wrong with it."""
+    experts, rows, columns = parameter.shape
+    held = layout(place, (experts, rows, columns), parameter.transposed, entry.dense_shape)
+    if not isinstance(held, Layout):
+        return [f"{entry.tensor} holds {held}"]
+    if (held.matrix, held.experts) != (entry.shape, entry.experts):
+        return [f"{entry.name} is {list(entry.dense_shape)}, but the model's is {list(held.shape)}"]
+    pieces.append(Piece(entry.tensor, place, held, entry.scheme, entry.activations))
+    return []
 
 
 def replace_modules(model: nn.Module, entries: Mapping[str, ModuleEntry]) -> None:
@@ -102,14 +154,24 @@ def replace_modules(model: nn.Module, entries: Mapping[str, ModuleEntry]) -> Non
         model.set_submodule(name, new.train(old.training))
 
 
-def check_companions(model: nn.Module, entries: Mapping[str, ModuleEntry]) -> None:
-    """Make sure that the loader takes the scales where it takes the weight, after the replacement."""
-    mapper = NameMapper(model)
-    for target, entry in entries.items():
-        for part in ("weight_scale", "weight_global_scale")[: 1 + entry.scheme.global_scale]:
-            if mapper(f"{entry.name}.{part}") != f"{target}.{part}":
+def replace_experts(model: nn.Module, entries: Mapping[str, ModuleEntry]) -> None:
+    """Have the named parameters of experts packed."""
+    by_module: dict[str, dict[str, ModuleEntry]] = defaultdict(dict)
+    for name, entry in entries.items():
+        module, _, leaf = name.rpartition(".")
+        by_module[module][leaf] = entry
+    for module, found in by_module.items():
+        pack_experts(model.get_submodule(module), found)
+
+
+def check_companions(model: nn.Module, packed: Packed, conversions: Iterable[Any]) -> None:
+    """Make sure that the loader, by its rules ``conversions``, takes the scales where it takes the weight."""
+    mapper = NameMapper(model, conversions)
+    for name, target in packed.tensors.items():
+        for part in SCALES[: 1 + packed.scheme_of(target).global_scale]:
+            if mapper.target(f"{name}{part}") != f"{target}{part}":
                 raise CheckpointError(
-                    f"{_origin(model)}: transformers would not load {entry.name}.{part} into {target}; "
+                    f"{_origin(model)}: transformers would not load {name}{part} into {target.rpartition('.')[0]}; "
                     "packed weights of this architecture are not supported"
                 )
 
@@ -135,29 +197,34 @@ def table_of_compressed_tensors(headers: Headers) -> ModuleTable:
     return ModuleTable(entries)
 
 
-def expected_tensors(entry: ModuleEntry, packed_name: str) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Headers of the tensors that the files must hold for a module."""
-    expected: dict[str, tuple[str, tuple[int, ...]]] = {f"{entry.name}.{packed_name}": ("U8", entry.stored_shape)}
+def expected_tensors(entry: ModuleEntry, suffix: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Headers of the tensors that the files must hold for an entry; ``suffix``: of the packed tensor's name."""
+    expected: dict[str, tuple[str, tuple[int, ...]]] = {f"{entry.tensor}{suffix}": ("U8", entry.stored_shape)}
     kind = DTYPE_NAMES[scale_dtype(entry.scheme.scale_format)]
-    expected[f"{entry.name}.weight_scale"] = (kind, entry.scheme.scale_shape(entry.shape))
+    expected[f"{entry.tensor}_scale"] = (kind, entry.scale_shape)
     if entry.scheme.global_scale:
-        expected[f"{entry.name}.weight_global_scale"] = ("F32", (1,))
+        expected[f"{entry.tensor}_global_scale"] = ("F32", entry.global_scale_shape)
     return expected
 
 
 def _match(table: ModuleTable, name: str, prefix: str) -> ModuleEntry | None:
-    """The entry of a module, whether or not file and config agree on the base model's prefix."""
+    """The entry of a tensor, whether or not file and config agree on the base model's prefix."""
     names = [name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")] if prefix else [name]
-    return next((entry for n in names if (entry := table.match(n)) is not None), None)
+    return next((entry for n in names if (entry := table.match_tensor(n)) is not None), None)
 
 
-def _problems(model: nn.Module, target: str, entry: ModuleEntry, headers: Headers, packed_name: str) -> list[str]:
-    problems = []
+def _shape_problems(model: nn.Module, target: str, entry: ModuleEntry) -> list[str]:
     weight: Any = getattr(model.get_submodule(target), "weight", None)
     dense = tuple(weight.shape) if isinstance(weight, torch.Tensor) else None
-    if dense not in (entry.shape, entry.dense_shape):
-        problems.append(f"{entry.name} is {list(entry.shape)}, but the model's is {list(dense or ())}")
-    for key, (dtype, shape) in expected_tensors(entry, packed_name).items():
+    if dense in (entry.shape, entry.dense_shape):
+        return []
+    return [f"{entry.name} is {list(entry.shape)}, but the model's is {list(dense or ())}"]
+
+
+def header_problems(entry: ModuleEntry, headers: Headers, suffix: str) -> list[str]:
+    """What is missing of an entry's tensors in the files, or is not as it says."""
+    problems = []
+    for key, (dtype, shape) in expected_tensors(entry, suffix).items():
         if key not in headers:
             problems.append(f"tensor {key} is missing")
         elif headers[key] != (dtype, shape):

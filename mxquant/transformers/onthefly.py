@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers.core_model_loading import ConversionOps
+from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from mxquant.checkpoint.native import ModuleEntry, compact_names, name_regex
 from mxquant.errors import SchemeError
@@ -20,23 +22,24 @@ from mxquant.ops import quantize
 from mxquant.recipe import QuantRecipe
 from mxquant.scaling import global_scale_for
 from mxquant.transformers.architectures import NameMapper, Parameter, fused_group, inventory, is_plain_linear
-from mxquant.transformers.matching import Headers
+from mxquant.transformers.conversions import JoinExperts, UnlessPacked, feeds, like, merges
+from mxquant.transformers.matching import Headers, Packed, expert_parameters
+from mxquant.transformers.mixtures import Layout, Piece, Place, entry_of, layout, problems_of
 
 
-def choose_modules(model: nn.Module, recipe: QuantRecipe, headers: Headers | None) -> dict[str, ModuleEntry]:
-    """Modules to quantize: runtime name -> entry under the name of the checkpoint.
+def choose(model: nn.Module, recipe: QuantRecipe, headers: Headers | None) -> Packed:
+    """What to quantize, under the names of the checkpoint.
 
     ``headers``: those of the checkpoint; None if it is not safetensors, so that its names are taken
     to be the model's. Output heads and tied weights stay dense unless a rule names them, as in
-    :func:`mxquant.quantize_model`. Raises ``SchemeError`` for patterns that match nothing and if
-    nothing would be quantized.
+    :func:`mxquant.quantize_model`. Raises ``SchemeError`` for patterns that match nothing, if
+    nothing would be quantized, and for experts that cannot share a format as asked.
     """
     parameters = [p for p in inventory(model) if p.name.endswith(".weight")]
-    names = {p.name: p.name for p in parameters}
-    if headers is not None:
-        mapper = NameMapper(model)
-        names = {target: key for key in headers if (target := mapper(key)) is not None}
-    chosen: dict[str, ModuleEntry] = {}
+    experts = expert_parameters(model)
+    places = _places(model, headers, [*(p.name for p in parameters), *experts])
+    names = {place.parameter: key for key, place in places.items() if place.is_whole}
+    packed = Packed()
     skipped = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and not is_plain_linear(m)]
     for p in parameters:
         name = names.get(p.name, p.name).removesuffix(".weight")
@@ -47,11 +50,23 @@ def choose_modules(model: nn.Module, recipe: QuantRecipe, headers: Headers | Non
             skipped.append(p.module)
             continue
         activations = recipe.activations_for(scheme)
-        chosen[p.module] = ModuleEntry(name, scheme, (p.shape[0], p.shape[1]), p.transposed, activations)
-    unused = recipe.unused_patterns([names.get(p.name, p.name).removesuffix(".weight") for p in parameters])
+        packed.modules[p.module] = ModuleEntry(name, scheme, (p.shape[0], p.shape[1]), p.transposed, activations)
+        packed.tensors[f"{name}.weight"] = p.name
+    decided = [names.get(p.name, p.name).removesuffix(".weight") for p in parameters]
+    for name, parameter in experts.items():
+        held = {key: place for key, place in places.items() if place.parameter == name}
+        decided += [key.removesuffix(".weight") for key in held]
+        pieces = _pieces(held, parameter, headers, recipe)
+        if any(p.scheme for p in pieces):
+            _check(problems_of(name, parameter.shape[0], pieces))
+            packed.experts[name] = entry_of(pieces, parameter.shape[0])
+            packed.tensors |= dict.fromkeys(held, name)
+        elif len(pieces) < len(held):
+            skipped.append(name)
+    unused = recipe.unused_patterns(decided)
     if unused:
         raise SchemeError(f"pattern {unused[0]!r} matches no module of {type(model).__name__}")
-    if not chosen:
+    if not packed.tensors:
         raise SchemeError(f"nothing of {type(model).__name__} would be quantized: no linear layer is matched")
     if skipped:
         warnings.warn(
@@ -59,7 +74,36 @@ def choose_modules(model: nn.Module, recipe: QuantRecipe, headers: Headers | Non
             f"assembles their weights from several tensors: {', '.join(skipped[:3])}",
             stacklevel=2,
         )
-    return chosen
+    return packed
+
+
+def _places(model: nn.Module, headers: Headers | None, parameters: Iterable[str]) -> dict[str, Place]:
+    """Where each tensor of the checkpoint goes."""
+    if headers is None:
+        return {name: Place(name) for name in parameters}
+    mapper = NameMapper(model)
+    return {key: place for key in headers if (place := mapper.place(key)) is not None}
+
+
+def _pieces(
+    held: Mapping[str, Place], parameter: Parameter, headers: Headers | None, recipe: QuantRecipe
+) -> list[Piece]:
+    """The tensors that make up a parameter of experts, with the schemes that they are to have."""
+    experts, rows, columns = parameter.shape
+    pieces = []
+    for key, place in held.items():
+        found = None if headers is None else headers[key][1]
+        how = layout(place, (experts, rows, columns), parameter.transposed, found or ())
+        if isinstance(how, Layout) and found in (None, how.shape):
+            scheme = recipe.decide(key.removesuffix(".weight")).scheme
+            activations = recipe.activations_for(scheme) if scheme else None
+            pieces.append(Piece(key, place, how, scheme, activations))
+    return pieces
+
+
+def _check(problems: list[str]) -> None:
+    if problems:
+        raise SchemeError(problems[0])
 
 
 def _scheme_for(parameter: Parameter, name: str, recipe: QuantRecipe) -> QuantScheme | None:
@@ -69,15 +113,16 @@ def _scheme_for(parameter: Parameter, name: str, recipe: QuantRecipe) -> QuantSc
     return decision.scheme
 
 
-def keep_source_precision(model: Any, entries: Mapping[str, ModuleEntry]) -> None:
+def keep_source_precision(model: Any, packed: Packed) -> None:
     """Have the loader hand over the weights to be quantized in fp32, whatever the model's dtype.
 
     bf16 and fp16 sources lose nothing by it, and fp32 ones are not rounded twice; and loaders that
     would cast a weight to the dtype of its place, by now uint8, do not.
     """
     # A few patterns are searched faster than thousands of names.
-    compact = compact_names(entries, [name for name, _ in model.named_modules()])
-    patterns = [f"^{name_regex(name).pattern}\\.weight$" for name in compact]
+    names = {*packed.tensors.values()}
+    compact = compact_names(names, model.state_dict())
+    patterns = [f"^{name_regex(name).pattern}$" for name in compact]
     plan = model._get_dtype_plan
 
     def with_weights(dtype: torch.dtype) -> dict[str, torch.dtype]:
@@ -119,14 +164,14 @@ def shared_global_scales(entries: Mapping[str, ModuleEntry], files: Iterable[str
 
 
 class QuantizeOnLoad(ConversionOps):
-    """Turns a weight that has just been read into the buffers of its ``QuantLinear``.
+    """Turns a weight that has just been read into the buffers of its ``QuantLinear`` or ``QuantExperts``.
 
     The bytes are those of ``mxquant.quantize(weight, scheme, seed=seed, name=<name in the checkpoint>,
     global_scale=<that of its group>)``, and so those of :func:`mxquant.quantize_model`.
     """
 
-    def __init__(self, entries: Mapping[str, ModuleEntry], seed: int, global_scales: Mapping[str, torch.Tensor]):
-        self._entries = entries
+    def __init__(self, packed: Packed, seed: int, global_scales: Mapping[str, torch.Tensor]):
+        self._packed = packed
         self._seed = seed
         self._global_scales = global_scales
 
@@ -134,14 +179,113 @@ class QuantizeOnLoad(ConversionOps):
     def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         ((target, value),) = input_dict.items()
         weight = value[0] if isinstance(value, list) else value
+        if target in self._packed.experts:
+            entry = self._packed.experts[target]
+            return quantize_experts(target, entry, [_matrices(entry.name, weight)], self._seed)
         module = target.removesuffix(".weight")
-        entry, shared = self._entries[module], self._global_scales.get(module)
+        entry, shared = self._packed.modules[module], self._global_scales.get(module)
         if entry.transposed:
             weight = weight.t()
         shared = None if shared is None else shared.to(weight.device)
-        name = f"{entry.name}.weight"
-        q = quantize(weight.contiguous(), entry.scheme, seed=self._seed, name=name, global_scale=shared)
+        q = quantize(weight.contiguous(), entry.scheme, seed=self._seed, name=entry.tensor, global_scale=shared)
         made = {target: q.packed.view(entry.stored_shape), f"{target}_scale": q.scale}
         if q.global_scale is not None:
             made[f"{target}_global_scale"] = q.global_scale
         return made
+
+
+def for_quantizing(conversions: Iterable[Any], experts: Mapping[str, ModuleEntry], seed: int) -> list[Any]:
+    """The loader's rules, such that they quantize ``experts`` where they would stack their matrices."""
+    found = []
+    for c in conversions:
+        if feeds(c, experts) and merges(c):
+            quantizing = like(c, QuantizingConverter, operations=[JoinExperts()])
+            quantizing.rule, quantizing.task = c, Task(experts, seed)
+            found.append(quantizing)
+        elif feeds(c, experts):
+            found.append(like(c, type(c), operations=[UnlessPacked(o) for o in c.operations]))
+        else:
+            found.append(c)
+    return found
+
+
+def rules_of(conversions: Iterable[Any]) -> list[Any]:
+    """The loader's rules again."""
+    return [c.rule if isinstance(c, QuantizingConverter) else c for c in conversions]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a :class:`QuantizingConverter` is to do."""
+
+    experts: Mapping[str, ModuleEntry]
+    seed: int
+
+    def __deepcopy__(self, memo: Any) -> Task:
+        return self  # the loader copies its rules for every tensor
+
+
+class QuantizingConverter(WeightConverter):
+    """Quantizes the matrices of experts one by one, where the loader would read and stack all of them first."""
+
+    __slots__ = ("rule", "task")
+    rule: WeightConverter
+    task: Task
+
+    def add_tensor(self, target_key: str, source_key: str, source_pattern: str, future: Any) -> None:
+        super().add_tensor(target_key, source_key, source_pattern, (source_key, future))  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def convert(self, layer_name: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        collected: dict[str, list[Any]] = {p: list(self.collected_tensors.pop(p)) for p in self.source_patterns}
+        entry = self.task.experts.get(layer_name)
+        if entry is None:
+            dense = {pattern: [_taken(future) for _, future in found] for pattern, found in collected.items()}
+            joined = JoinExperts().convert(dense, self.source_patterns, self.target_patterns)
+            return {layer_name: joined[self.target_patterns[0]]}
+        parts: list[list[Matrix]] = []
+        for pattern, found in collected.items():
+            if "*" in pattern:
+                parts.append([(name, partial(_taken, future)) for name, future in found])
+            else:
+                ((name, future),) = found
+                parts.append(_matrices(name, _taken(future)))
+        return quantize_experts(layer_name, entry, parts, self.task.seed)
+
+
+# The name of a matrix, which seeds random bits, and what reads it.
+Matrix = tuple[str, Callable[[], torch.Tensor]]
+
+
+def quantize_experts(
+    target: str, entry: ModuleEntry, parts: Sequence[Sequence[Matrix]], seed: int
+) -> dict[str, torch.Tensor]:
+    """The buffers of a packed parameter, by name. ``parts``: the matrices of all experts, for each part of its rows."""
+    made: list[list[torch.Tensor]] = [[], [], []]
+    for matrices in zip(*parts, strict=True):
+        shared = None
+        if entry.scheme.global_scale:
+            shared = global_scale_for(torch.stack([tensor_amax(read()) for _, read in matrices]).amax(), entry.scheme)
+        quantized = []
+        for name, read in matrices:
+            matrix = read().t() if entry.transposed else read()
+            quantized.append(quantize(matrix.contiguous(), entry.scheme, seed=seed, name=name, global_scale=shared))
+        made[0].append(torch.cat([q.packed for q in quantized]))
+        made[1].append(torch.cat([q.scale for q in quantized]))
+        if shared is not None:
+            made[2].append(shared)
+    packed, scale, divisors = made
+    buffers = {target: torch.stack(packed).view(entry.stored_shape), f"{target}_scale": torch.stack(scale)}
+    return {**buffers, f"{target}_global_scale": torch.cat(divisors)} if divisors else buffers
+
+
+def _matrices(name: str, tensor: torch.Tensor) -> list[Matrix]:
+    """The matrices of all experts in one tensor."""
+    return [(f"{name}.{expert}", partial(_taken, matrix)) for expert, matrix in enumerate(tensor)]
+
+
+def _taken(future: Any) -> torch.Tensor:
+    """A tensor that the loader has put off reading, or not."""
+    if isinstance(future, torch.Tensor):
+        return future
+    return future.result() if hasattr(future, "result") else future()

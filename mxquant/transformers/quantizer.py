@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.quantizers.base import HfQuantizer
 
 from mxquant.checkpoint.native import ModuleEntry, build_config
@@ -16,13 +19,17 @@ from mxquant.modules import QuantLinear
 from mxquant.numerics import scale_dtype
 from mxquant.transformers import register
 from mxquant.transformers.config import MXQuantConfig
+from mxquant.transformers.conversions import for_packed
+from mxquant.transformers.experts import QuantExperts, unpack_experts
 from mxquant.transformers.kv_cache import quantize_kv_cache, quantized_kv_cache
 from mxquant.transformers.matching import (
     COMPRESSED_TENSORS_PACKED,
     PACKED,
+    Packed,
     check_companions,
     find_packed,
     read_headers,
+    replace_experts,
     replace_modules,
     table_of_compressed_tensors,
 )
@@ -32,14 +39,14 @@ _ACTIVATION_SCALES = r"\.(input|output|q|k|v)_(global_)?scale$"
 
 
 class MXQuantHfQuantizer(HfQuantizer):
-    """Replaces linear layers by :class:`mxquant.QuantLinear` before the weights are loaded.
+    """Replaces linear layers by :class:`mxquant.QuantLinear`, and packs experts, before the weights are loaded.
 
     A quantized checkpoint is checked against its headers first, a dense one is quantized tensor by
     tensor as it is read. After loading, the model's config describes what it holds, so that
     ``save_pretrained`` writes a checkpoint in our own format.
 
-    Parameters of transformers' base class; ``entries`` maps the names of the replaced modules to
-    what the checkpoint says of them.
+    Parameters of transformers' base class; ``packed`` is what is replaced, and what the checkpoint
+    says of it.
     """
 
     requires_calibration = False
@@ -47,7 +54,7 @@ class MXQuantHfQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: MXQuantConfig, **kwargs: Any):
         super().__init__(quantization_config, **kwargs)
-        self.entries: dict[str, ModuleEntry] = {}
+        self.packed = Packed()
         self._dtypes: dict[str, torch.dtype] = {}
         self._global_scales: dict[str, torch.Tensor] = {}
 
@@ -64,16 +71,26 @@ class MXQuantHfQuantizer(HfQuantizer):
         return True
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        if self.pre_quantized:
+            return False
         module, _, leaf = param_name.rpartition(".")
-        return not self.pre_quantized and leaf == "weight" and module in self.entries
+        if leaf == "weight" and module in self.packed.modules:
+            return True
+        return param_name in self.packed.experts
 
     def get_quantize_ops(self) -> Any:
         from mxquant.transformers.onthefly import QuantizeOnLoad
 
-        return QuantizeOnLoad(self.entries, self.quantization_config.seed, self._global_scales)
+        return QuantizeOnLoad(self.packed, self.quantization_config.seed, self._global_scales)
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
-        """Renaming rules of the loader, with ours for foreign names last. (5.17 does not pass ``model``.)"""
+        """The loader's rules, made for packed experts and, last, foreign names. (5.17 does not pass ``model``.)"""
+        if self.packed.experts and not self.pre_quantized:
+            from mxquant.transformers.onthefly import for_quantizing
+
+            return for_quantizing(weight_conversions, self.packed.experts, self.quantization_config.seed)
+        if self.packed.experts or self.packed.modules:
+            weight_conversions = for_packed(weight_conversions, self.packed.experts, self.packed.tensors)
         if self._packed_name == PACKED:
             return weight_conversions
         from transformers.core_model_loading import WeightRenaming
@@ -99,9 +116,13 @@ class MXQuantHfQuantizer(HfQuantizer):
             self._plan_on_the_fly(model, files)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        from mxquant.transformers.onthefly import forget_source_precision
+        from mxquant.transformers.onthefly import forget_source_precision, rules_of
 
         forget_source_precision(model)
+        if self.packed.experts and not self.pre_quantized:
+            # Saving undoes the conversions of loading; what is saved is packed.
+            used = rules_of(model._weight_conversions)
+            model._weight_conversions = for_packed(used, self.packed.experts, self.packed.tensors)
         self._restore_dtypes(model)
         self._check_loaded(model)
         kv_cache = self.quantization_config.kv_cache_scheme
@@ -119,6 +140,8 @@ class MXQuantHfQuantizer(HfQuantizer):
         for name, module in list(model.named_modules()):
             if isinstance(module, QuantLinear):
                 model.set_submodule(name, _dense(module, dtype, self._is_transposed(name)))
+            elif isinstance(module, QuantExperts):
+                unpack_experts(module, dtype)
         for module in model.modules():
             if hasattr(module, "config"):
                 module.config._is_quantized = False
@@ -139,25 +162,28 @@ class MXQuantHfQuantizer(HfQuantizer):
             table = table_of_compressed_tensors(headers)
             ignored = {*(model._keys_to_ignore_on_load_unexpected or ()), _ACTIVATION_SCALES}
             model._keys_to_ignore_on_load_unexpected = ignored
-        self.entries = find_packed(model, headers, table, self._packed_name)
-        replace_modules(model, self.entries)
-        check_companions(model, self.entries)
+        self.packed = find_packed(model, headers, table, self._packed_name)
+        replace_modules(model, self.packed.modules)
+        replace_experts(model, self.packed.experts)
+        rules = self.update_weight_conversions(get_model_conversion_mapping(model) or [], model)
+        check_companions(model, self.packed, rules)
 
     def _plan_on_the_fly(self, model: Any, files: list[str]) -> None:
-        from mxquant.transformers.onthefly import choose_modules, keep_source_precision, shared_global_scales
+        from mxquant.transformers.onthefly import choose, keep_source_precision, shared_global_scales
 
         headers = read_headers(files) if files else None
-        self.entries = choose_modules(model, self.quantization_config.quant_recipe(), headers)
-        self._global_scales = shared_global_scales(self.entries, files)
-        replace_modules(model, self.entries)
-        keep_source_precision(model, self.entries)
+        self.packed = choose(model, self.quantization_config.quant_recipe(), headers)
+        self._global_scales = shared_global_scales(self.packed.modules, files)
+        replace_modules(model, self.packed.modules)
+        replace_experts(model, self.packed.experts)
+        keep_source_precision(model, self.packed)
 
     def _check_loaded(self, model: Any) -> None:
         """Raise ``CheckpointError`` unless every packed layer holds what its scheme says."""
         several = len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
-        for name in self.entries:
+        for name in (*self.packed.modules, *self.packed.experts):
             try:
-                device = model.get_submodule(name).qweight.device  # checks shapes, dtypes and devices
+                device = _device(model, name)  # checks shapes, dtypes and devices
             except ValueError as error:
                 raise CheckpointError(f"{name} was not loaded as it was stored: {error}") from error
             if device.type == "meta" and not several:  # with several devices, it may be offloaded
@@ -165,10 +191,11 @@ class MXQuantHfQuantizer(HfQuantizer):
 
     def _restore_dtypes(self, model: Any) -> None:
         # The loader widens float scales to fp32 where the model wants a layer so; narrowing them is exact.
-        for name in self.entries:
-            layer = model.get_submodule(name)
-            if layer.weight_scale.is_floating_point():
-                layer.weight_scale = layer.weight_scale.to(scale_dtype(layer.scheme.scale_format))
+        for name in {*self.packed.tensors.values()}:
+            module, _, leaf = f"{name}_scale".rpartition(".")
+            buffers = model.get_submodule(module)._buffers
+            if buffers[leaf].is_floating_point():
+                buffers[leaf] = buffers[leaf].to(scale_dtype(self.packed.scheme_of(name).scale_format))
         # transformers 5.17 leaves tensors that it renames in the dtype of the file.
         for name, parameter in model.named_parameters():
             wanted = self._dtypes.get(name, parameter.dtype)
@@ -176,7 +203,7 @@ class MXQuantHfQuantizer(HfQuantizer):
                 parameter.data = parameter.data.to(wanted)
 
     def _is_transposed(self, name: str) -> bool:
-        return name in self.entries and self.entries[name].transposed
+        return name in self.packed.modules and self.packed.modules[name].transposed
 
     def _describe(self, model: Any) -> None:
         """Make the model's config say what the model holds, under the names that saving gives it."""
@@ -186,10 +213,43 @@ class MXQuantHfQuantizer(HfQuantizer):
             for n, m in model.named_modules()
             if isinstance(m, QuantLinear)
         ]
+        entries += self._experts_entries(model)
         everything = {rename(key.removesuffix(".weight")) for key in model.state_dict() if key.endswith(".weight")}
         kv_cache = quantized_kv_cache(model)
         self.quantization_config = MXQuantConfig.from_dict(build_config(entries, everything, kv_cache))
         model.config.quantization_config = self.quantization_config
+
+    def _experts_entries(self, model: Any) -> list[ModuleEntry]:
+        """Entries for packed experts, under the names that saving gives their tensors."""
+        found = []
+        for path, module in model.named_modules():
+            for name, entry in module.entries.items() if isinstance(module, QuantExperts) else ():
+                tensor = torch.empty(entry.stored_shape, dtype=torch.uint8, device="meta")
+                saved = list(revert_weight_conversion(model, {f"{path}.{name}" if path else name: tensor}))
+                found += _saved_entries(entry, saved)
+        return found
+
+
+def _saved_entries(entry: ModuleEntry, names: list[str]) -> list[ModuleEntry]:
+    """What each of the tensors holds that a packed parameter of experts is saved as."""
+    assert entry.experts is not None
+    rows, columns = entry.shape
+    if len(names) < entry.experts or (entry.experts == 1 and not names[0].endswith(".weight")):
+        shape = (rows // len(names), columns)
+        return [replace(entry, name=name, shape=shape) for name in names]
+    shape = (rows * entry.experts // len(names), columns)
+    return [replace(entry, name=n.removesuffix(".weight"), shape=shape, experts=None) for n in names]
+
+
+def _device(model: Any, name: str) -> torch.device:
+    """Where a packed module or parameter of experts is. Raises ``ValueError`` if its parts do not fit each other."""
+    module, _, leaf = name.rpartition(".")
+    parent = model.get_submodule(module)
+    return (
+        parent.qtensors(leaf)[0].device
+        if isinstance(parent, QuantExperts)
+        else model.get_submodule(name).qweight.device
+    )
 
 
 def _planned_dtypes(model: Any) -> dict[str, torch.dtype]:
