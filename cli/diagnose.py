@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mxquant.analysis.diagnose import Subject
     from mxquant.analysis.diagnosis import Diagnosis, Mix
     from mxquant.analysis.sensitivity import Calibration
+    from mxquant.evals.text import EvalText
 
 _EPILOG = """\b
 Examples:
@@ -74,8 +75,10 @@ def diagnose_command(model: str, **options: Any) -> None:
     """
     schemes = _schemes(options)
     _check(options)
+    text = _text(options["calibration"])
     from mxquant.analysis.advice import advice
     from mxquant.analysis.diagnose import DEFAULT_SCHEMES, prepare
+    from mxquant.analysis.diagnosis import check_budget
 
     with console().status("reading the headers"):
         subject = prepare(
@@ -86,7 +89,8 @@ def diagnose_command(model: str, **options: Any) -> None:
             trust_remote_code=options["trust_remote_code"],
             revision=options["revision"],
         )
-    diagnosis = _measure(subject, _calibrate(model, subject, options), options)
+    check_budget(options["budget"], subject.schemes, subject.plan.quantized)
+    diagnosis = _measure(subject, _calibrate(subject, text, options) if text else None, options)
     mix = diagnosis.mix(options["budget"])
     written = _write(diagnosis, mix, options)
     if options["as_json"]:
@@ -140,18 +144,27 @@ def _check(options: dict[str, Any]) -> None:
         check_format(options["plot"])
 
 
-def _calibrate(model: str, subject: Subject, options: dict[str, Any]) -> Calibration | None:
-    if options["calibration"] is None:
-        return None
-    from mxquant.cli.eval import prepare_libraries, stage
+def _text(name: str | None) -> EvalText | None:
+    from mxquant.errors import MXQuantError
     from mxquant.evals.text import load_text
 
-    text = load_text(options["calibration"])
+    if name is None:
+        return None
+    try:
+        with console().status("reading the text"):
+            return load_text(name)
+    except MXQuantError as error:  # which speaks of the option of other commands
+        raise MXQuantError(str(error).replace("--text", "--calibration")) from error
+
+
+def _calibrate(subject: Subject, text: EvalText, options: dict[str, Any]) -> Calibration:
+    from mxquant.cli.eval import prepare_libraries, stage
+
     prepare_libraries()
     from mxquant.evals.calibration import WINDOWS, calibrate
     from mxquant.evals.models import load_model
 
-    with stage(f"loading {model}"):
+    with stage(f"loading {subject.checkpoint.folder.name}"):
         loaded = load_model(
             subject.checkpoint.folder,
             dtype=options["dtype"],
@@ -162,7 +175,7 @@ def _calibrate(model: str, subject: Subject, options: dict[str, Any]) -> Calibra
         return calibrate(
             loaded,
             text,
-            [t.name for t in subject.plan.quantized],
+            subject.plan.quantized,
             windows=options["windows"] or WINDOWS,
             seq_len=options["seq_len"],
             progress=report,

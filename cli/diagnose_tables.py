@@ -11,7 +11,7 @@ from rich.table import Table
 
 from mxquant.analysis.advice import budgets
 from mxquant.analysis.diagnosis import Diagnosis, Mix, bits_of
-from mxquant.analysis.errors import TensorErrors
+from mxquant.analysis.errors import MatrixErrors
 from mxquant.cli.tables import new_console, new_table
 from mxquant.formats import QuantScheme
 
@@ -34,7 +34,7 @@ def print_diagnosis(d: Diagnosis, mix: Mix, advice: list[str], *, per_tensor: bo
 
 def _about(d: Diagnosis) -> str:
     text = (
-        f"{d.plan.source}: {len(d.tensors)} linear weights, {d.parameters / 1e6:.1f} of "
+        f"{d.plan.source}: {len(d.matrices)} linear weights, {d.parameters / 1e6:.1f} of "
         f"{d.plan.parameters / 1e6:.1f} M parameters"
     )
     if d.calibration:
@@ -68,8 +68,8 @@ def _schemes(d: Diagnosis, mix: Mix) -> Table:
 
 
 def _projections(d: Diagnosis) -> Table:
-    columns = ("tensors", "params", _SIGMA, "kurtosis", f"largest/{_SIGMA}")
-    table = new_table("Weights by projection (least, median, greatest of the tensors)", ("projection",), columns)
+    columns = ("matrices", "params", _SIGMA, "kurtosis", f"largest/{_SIGMA}")
+    table = new_table("Weights by projection (least, median, greatest of the matrices)", ("projection",), columns)
     for name, members in d.groups.items():
         sigmas, kurtoses, peaks = (
             [getattr(t.weights, what) for t in members] for what in ("sigma", "kurtosis", "peak")
@@ -77,7 +77,7 @@ def _projections(d: Diagnosis) -> Table:
         table.add_row(
             name,
             str(len(members)),
-            f"{sum(t.tensor.parameters for t in members) / 1e6:.2f} M",
+            f"{sum(t.parameters for t in members) / 1e6:.2f} M",
             _spread(sigmas, ".3g"),
             _spread(kurtoses, ".2f"),
             _spread(peaks, ".1f"),
@@ -97,25 +97,25 @@ def _errors(d: Diagnosis) -> Table:
     return table
 
 
-def _cell(d: Diagnosis, scheme: QuantScheme, tensors: Iterable[TensorErrors]) -> str:
-    tensors = list(tensors)
-    error = _percent(d.measured(scheme, tensors).mse)
+def _cell(d: Diagnosis, scheme: QuantScheme, matrices: Iterable[MatrixErrors]) -> str:
+    matrices = list(matrices)
+    error = _percent(d.measured(scheme, matrices).mse)
     if not d.calibration:
         return error
     total = d.total_cost(scheme)
-    return f"{error} {sum(d.cost(t, scheme) for t in tensors) / total if total else 0:4.0%}"
+    return f"{error} {sum(d.cost(t, scheme) for t in matrices) / total if total else 0:4.0%}"
 
 
 def _tensors(d: Diagnosis, mix: Mix) -> Table:
     schemes = sorted(d.schemes, key=d.bits_per_weight)
     columns = (_SIGMA, "kurtosis", f"largest/{_SIGMA}", *(s.text for s in schemes))
-    table = new_table("Weights and errors", ("tensor", "in the mix"), columns)
+    table = new_table("Weights and errors", ("matrix", "in the mix"), columns)
     for column in table.columns[2:]:
         column.no_wrap, column.overflow = False, "fold"
-    for t in d.tensors:
+    for t in d.matrices:
         w = t.weights
         table.add_row(
-            t.tensor.module,
+            t.name.removesuffix(".weight"),
             mix.chosen[t.tensor.name].text,
             f"{w.sigma:.3g}",
             f"{w.kurtosis:.2f}",
@@ -127,12 +127,12 @@ def _tensors(d: Diagnosis, mix: Mix) -> Table:
 
 def _mix(d: Diagnosis, mix: Mix) -> Table:
     schemes = sorted(set(mix.chosen.values()), key=d.bits_per_weight)
-    title = f"Mix for {mix.budget:g} bits per weight: tensors of each scheme"
+    title = f"Mix for {mix.budget:g} bits per weight"
     table = new_table(title, ("projection",), (*(s.text for s in schemes), "bits/w"))
     for name, members in d.groups.items():
         counts = Counter(mix.chosen[t.tensor.name] for t in members)
-        bits = sum(bits_of(mix.chosen[t.tensor.name], t.tensor) for t in members)
-        average = bits / sum(t.tensor.parameters for t in members)
+        bits = sum(bits_of(mix.chosen[t.tensor.name], t.tensor.matrix) for t in members)
+        average = bits / sum(t.parameters for t in members)
         table.add_row(name, *(str(counts[s] or "") for s in schemes), f"{average:.3f}")
     return table
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mxquant.analysis.diagnosis import Diagnosis, Mix
-from mxquant.analysis.errors import TensorErrors
+from mxquant.analysis.errors import MatrixErrors
 from mxquant.analysis.places import place
 from mxquant.evals.plots import check_format
 from mxquant.formats import QuantScheme
@@ -23,7 +23,7 @@ _MISSING = "#f2f2f2"
 
 @dataclass(frozen=True)
 class _Map:
-    """``values``: ``[projections, layers]``, NaN where there is no such tensor."""
+    """``values``: ``[projections, layers]``, NaN where there is no such matrix."""
 
     title: str
     values: np.ndarray
@@ -63,8 +63,8 @@ class _Grid:
 
     def __init__(self, d: Diagnosis):
         self.projections = list(d.groups)
-        self.cells: dict[tuple[int, int], list[TensorErrors]] = defaultdict(list)
-        numbers = {place(t.tensor.module)[0] for t in d.tensors}
+        self.cells: dict[tuple[int, int], list[MatrixErrors]] = defaultdict(list)
+        numbers = {place(t.tensor.module)[0] for t in d.matrices}
         known = sorted(n for n in numbers if n is not None)
         self.layers = [str(n) for n in known] + [""] * (None in numbers)
         column = {n: i for i, n in enumerate(known)} | {None: len(known)}
@@ -72,7 +72,7 @@ class _Grid:
             for t in members:
                 self.cells[row, column[place(t.tensor.module)[0]]].append(t)
 
-    def values(self, of: Callable[[list[TensorErrors]], float]) -> np.ndarray:
+    def values(self, of: Callable[[list[MatrixErrors]], float]) -> np.ndarray:
         found = np.full((len(self.projections), len(self.layers)), np.nan)
         for cell, members in self.cells.items():
             found[cell] = of(members)
@@ -105,7 +105,7 @@ def _draw_values(figure: Any, axis: Any, what: _Map) -> None:
     logarithmic = what.logarithmic and high > 4 * low > 0
     if not logarithmic:  # differences that do not matter should not look as if they did
         middle = float(np.median(finite)) if finite.size else 0.5
-        low, high = min(low, 0.9 * middle), max(high, 1.1 * middle, 1e-12)
+        low, high = min(low, 0.95 * middle), max(high, 1.25 * middle, 1e-12)
     else:  # the smallest of a wide range are all the same to the eye
         low = max(low, high / 1000)
     norm = (LogNorm if logarithmic else Normalize)(low, high, clip=True)
@@ -126,7 +126,7 @@ def _draw_values(figure: Any, axis: Any, what: _Map) -> None:
 
 
 def _draw_schemes(axis: Any, d: Diagnosis, mix: Mix, grid: _Grid) -> None:
-    """The scheme of each tensor; a cell of several tensors shows the commonest."""
+    """The scheme of each matrix; a cell of several shows the commonest."""
     from matplotlib import colormaps
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
@@ -134,7 +134,7 @@ def _draw_schemes(axis: Any, d: Diagnosis, mix: Mix, grid: _Grid) -> None:
     schemes = sorted(set(mix.chosen.values()), key=d.bits_per_weight)
     ramp = colormaps["YlGnBu"](np.linspace(0.18, 0.95, max(2, len(schemes))))[: len(schemes)]
 
-    def commonest(members: list[TensorErrors]) -> float:
+    def commonest(members: list[MatrixErrors]) -> float:
         chosen = [mix.chosen[t.tensor.name] for t in members]
         return schemes.index(max(schemes, key=chosen.count))
 
@@ -160,7 +160,7 @@ def _draw_schemes(axis: Any, d: Diagnosis, mix: Mix, grid: _Grid) -> None:
 
 
 def _label(d: Diagnosis, mix: Mix, scheme: QuantScheme) -> str:
-    parameters = sum(t.tensor.parameters for t in d.tensors if mix.chosen[t.tensor.name] == scheme)
+    parameters = sum(t.parameters for t in d.matrices if mix.chosen[t.tensor.name] == scheme)
     return f"{scheme.text} ({parameters / d.parameters:.0%})"
 
 

@@ -9,8 +9,9 @@ from dataclasses import replace
 from itertools import pairwise
 
 from mxquant.analysis.diagnosis import Diagnosis, Mix
-from mxquant.analysis.errors import TensorErrors
+from mxquant.analysis.errors import MatrixErrors
 from mxquant.formats import QuantScheme
+from mxquant.plan import KNOWN_KINDS
 
 # Bits per weight for which the best scheme is named.
 BUDGETS = (4.25, 4.5, 5.0)
@@ -63,16 +64,17 @@ def _best(d: Diagnosis, wanted: float) -> Iterator[str]:
     close = [s.text for s in alike if d.total_cost(s) <= d.total_cost(best) * _CLOSE]
     if close:
         yield f"As good as {best.text}, within 1%, at the same size: {', '.join(close)}."
-    worse = [f"{s.text} {d.total_cost(s) / d.total_cost(best):.2f}x" for s in alike if s.text not in close]
-    if worse and d.total_cost(best) > 0:
+    least = d.total_cost(best)
+    worse = [f"{s.text} {d.total_cost(s) / least:.2f}x" for s in alike if s.text not in close] if least else []
+    if worse:
         what = "its expected KL" if d.calibration else "its squared error"
         yield f"Others of that size have a multiple of {what}: {', '.join(worse)}."
 
 
 def _mixed(d: Diagnosis, mix: Mix) -> str:
     counts: dict[QuantScheme, int] = defaultdict(int)
-    for t in d.tensors:
-        counts[mix.chosen[t.tensor.name]] += t.tensor.parameters
+    for t in d.matrices:
+        counts[mix.chosen[t.tensor.name]] += t.parameters
     parts = [f"{s.text} on {_percent(n / d.parameters)}" for s, n in sorted(counts.items(), key=lambda item: -item[1])]
     text = f"A mix at {mix.bits_per_weight:.4g} bits per weight: {', '.join(parts)} of the weights"
     best = d.best(mix.budget)
@@ -84,8 +86,8 @@ def _mixed(d: Diagnosis, mix: Mix) -> str:
     what = (
         f"expected KL {mix.cost:.3g} against {d.total_cost(best):.3g} nats per token"
         if d.calibration
-        else f"mean squared error of the tensors {mix.cost / len(d.tensors):.3g} against "
-        f"{d.total_cost(best) / len(d.tensors):.3g}"
+        else f"mean squared error of the matrices {mix.cost / len(d.matrices):.3g} against "
+        f"{d.total_cost(best) / len(d.matrices):.3g}"
     )
     return f"{text}; {what} for {best.text}, {_percent(saved)} less."
 
@@ -97,7 +99,7 @@ def _small_scales(d: Diagnosis) -> Iterator[str]:
         zero, subnormal = m.share(m.stats.zero_scales), m.share(m.stats.subnormal_scales)
         if zero + subnormal <= _SHARE:
             continue
-        widths = [t.weights.sigma for t in d.tensors]
+        widths = [t.weights.sigma for t in d.matrices]
         need = scheme.element_format.max * fmt.min_normal
         cures = [
             s
@@ -109,7 +111,7 @@ def _small_scales(d: Diagnosis) -> Iterator[str]:
         yield (
             f"{_percent(zero + subnormal)} of the {scheme.scale} scales at block {scheme.block_text} are zero "
             f"({_percent(zero)}) or subnormal ({_percent(subnormal)}), because they need blocks with a weight of "
-            f"{need:.3g} and the tensors' sigma is {_range(widths)}: error {_percent(m.mse**0.5)}{help_}."
+            f"{need:.3g} and the matrices' sigma is {_range(widths)}: error {_percent(m.mse**0.5)}{help_}."
         )
 
 
@@ -123,7 +125,7 @@ def _large_scales(d: Diagnosis) -> Iterator[str]:
         m = d.measured(scheme)
         share = m.share(m.saturated_scales)
         if share > _SHARE:
-            most = max(t.weights.largest for t in d.tensors)
+            most = max(t.weights.largest for t in d.matrices)
             holds = scheme.element_format.max * scheme.scale_format.max
             yield (
                 f"{_percent(share)} of the {scheme.scale} scales at block {scheme.block_text} are the largest there "
@@ -155,8 +157,10 @@ def _groups(d: Diagnosis) -> Iterator[str]:
         return
     if d.calibration:
         total = d.total_cost(best)
+        if not total:
+            return
         shares = {
-            g: (sum(d.cost(t, best) for t in ts) / total, sum(t.tensor.parameters for t in ts) / d.parameters)
+            g: (sum(d.cost(t, best) for t in ts) / total, sum(t.parameters for t in ts) / d.parameters)
             for g, ts in d.groups.items()
         }
         order = sorted(shares, key=lambda g: -shares[g][0] / shares[g][1])
@@ -166,8 +170,8 @@ def _groups(d: Diagnosis) -> Iterator[str]:
             f"KL with {_percent(shares[high][1])} of the weights; {low} the least: {_percent(shares[low][0])} with "
             f"{_percent(shares[low][1])}."
         )
-        worst = max(d.tensors, key=lambda t: d.cost(t, best))
-        yield f"The most costly tensor is {worst.tensor.name}: {_percent(d.cost(worst, best) / total)} of it."
+        worst = max(d.matrices, key=lambda t: d.cost(t, best))
+        yield f"The most costly matrix is {worst.name}: {_percent(d.cost(worst, best) / total)} of it."
         return
     errors = {g: d.measured(best, ts).mse ** 0.5 for g, ts in d.groups.items()}
     high, low = max(errors, key=lambda g: errors[g]), min(errors, key=lambda g: errors[g])
@@ -181,22 +185,22 @@ def _groups(d: Diagnosis) -> Iterator[str]:
 
 
 def _outliers(d: Diagnosis) -> Iterator[str]:
-    found = [t for t in d.tensors if t.weights.peak > _OUTLIER]
+    found = [t for t in d.matrices if t.weights.peak > _OUTLIER]
     if not found:
         return
     worst = max(found, key=lambda t: t.weights.peak)
     text = (
-        f"{len(found)} of {len(d.tensors)} tensors have weights beyond {_OUTLIER:g} sigma, most so {worst.tensor.name} "
+        f"{len(found)} of {len(d.matrices)} matrices have weights beyond {_OUTLIER:g} sigma, most so {worst.name} "
         f"({worst.weights.peak:.3g} sigma, kurtosis {worst.weights.kurtosis:.3g})"
     )
     pair = _smallest_and_largest(d)
     if pair is None:
         yield f"{text}."
         return
-    there, everywhere = (_ratio(d, pair, [worst]), _ratio(d, pair, d.tensors))
+    there, everywhere = (_ratio(d, pair, [worst]), _ratio(d, pair, d.matrices))
     yield (
         f"{text}; there {pair[1].text} has {there:.3g} times the error of {pair[0].text}, "
-        f"against {everywhere:.3g} times over all tensors."
+        f"against {everywhere:.3g} times over all matrices."
     )
 
 
@@ -214,25 +218,25 @@ def _smallest_and_largest(d: Diagnosis) -> tuple[QuantScheme, QuantScheme] | Non
     return max(pairs, key=lambda p: p[1].block_shape[1] / p[0].block_shape[1], default=None)
 
 
-def _ratio(d: Diagnosis, pair: tuple[QuantScheme, QuantScheme], tensors: list[TensorErrors]) -> float:
-    small, large = (d.measured(s, tensors).mse for s in pair)
+def _ratio(d: Diagnosis, pair: tuple[QuantScheme, QuantScheme], matrices: list[MatrixErrors]) -> float:
+    small, large = (d.measured(s, matrices).mse for s in pair)
     return float((large / small) ** 0.5) if small else 1.0
 
 
 def _gaussian(d: Diagnosis) -> Iterator[str]:
     """How far Gaussian weights explain the errors."""
     gaps = {
-        (t.tensor.name, s): t.measured[s].mse / mse - 1
-        for t in d.tensors
+        (t.name, s): t.measured[s].mse / mse - 1
+        for t in d.matrices
         for s in d.schemes
-        if (mse := d.predictions[t.tensor.name][s])
+        if (mse := d.predictions[t.name][s])
     }
     if not gaps:
         return
     near = sum(abs(gap) <= _NEAR for gap in gaps.values()) / len(gaps)
-    middle = statistics.median(t.weights.kurtosis for t in d.tensors)
+    middle = statistics.median(t.weights.kurtosis for t in d.matrices)
     name, scheme = max(gaps, key=lambda key: abs(gaps[key]))
-    kurtosis = next(t.weights.kurtosis for t in d.tensors if t.tensor.name == name)
+    kurtosis = next(t.weights.kurtosis for t in d.matrices if t.name == name)
     yield (
         f"Squared errors are within {_NEAR:.0%} of those of Gaussian weights in {_percent(near)} of all cases (median "
         f"kurtosis {middle:.3g}, a Gaussian's is 3); furthest off is {name} with {scheme.text}, by "
@@ -241,16 +245,23 @@ def _gaussian(d: Diagnosis) -> Iterator[str]:
 
 
 def _caveats(d: Diagnosis) -> Iterator[str]:
+    dense = [t for t in d.plan.dense if len(t.shape) > 1 and t.kind not in KNOWN_KINDS]
+    if dense:
+        largest = max(dense, key=lambda t: t.parameters)
+        yield (
+            f"Not looked at: {sum(t.parameters for t in dense) / 1e6:.3g} M weights in {len(dense)} matrices, e.g. "
+            f"{largest.name} ({largest.reason})."
+        )
     if d.assumed:
         yield (
-            f"The calibration text did not reach {len(d.assumed)} tensors, e.g. {d.assumed[0]}; they are taken to be "
+            f"The calibration text did not reach {len(d.assumed)} matrices, e.g. {d.assumed[0]}; they are taken to be "
             "as sensitive as the others of their projection."
         )
     if d.sample < 1:
-        yield f"Measured on {_percent(d.sample)} of the rows of each tensor."
+        yield f"Measured on {_percent(d.sample)} of the rows of each matrix."
     if d.calibration is None:
         yield (
-            "Without calibration each tensor counts the same; --calibration FILE weighs them by what errors in them do "
+            "Without calibration each matrix counts the same; --calibration FILE weighs them by what errors in them do "
             "to the model's predictions."
         )
 

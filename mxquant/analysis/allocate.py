@@ -142,6 +142,8 @@ def _exact(
         history.append((index % count, kept[k][index // count]))
         size, error = size[index], error[index]
     state = int(np.argmin(error))
+    if error[state] >= known:
+        return None
     picks = [int(indices[0]) for indices in kept]
     for k, (parents, choices) in zip(reversed(free), reversed(history), strict=True):
         picks[k] = int(choices[state])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +15,9 @@ from mxquant.checkpoint.reader import Checkpoint, resolve_source
 from mxquant.errors import MXQuantError, SchemeError
 from mxquant.formats import QuantScheme
 from mxquant.pipeline import DEFAULT_SHARD_BYTES
-from mxquant.plan import QuantPlan, TensorPlan, make_plan
+from mxquant.plan import QuantPlan, make_plan
 from mxquant.recipe import QuantRecipe
+from mxquant.tensor_plan import TensorPlan
 from mxquant.transformers.architectures import NameMapper, build_meta_model, inventory
 
 DEFAULT_SCHEMES = (
@@ -30,6 +32,9 @@ DEFAULT_SCHEMES = (
     "ue5m3/8",
     "mxfp6",
 )
+
+# Stands for all schemes in the plan: with a global scale, so that the plan says which tensors would share it.
+_ANY = QuantScheme(scale="e4m3", block=16, global_scale=True)
 
 
 @dataclass(frozen=True)
@@ -67,13 +72,20 @@ def prepare(
     if not wanted:
         raise SchemeError("give at least one scheme, such as ue5m3/16")
     checkpoint = Checkpoint(resolve_source(source, revision=revision))
-    plan = make_plan(
-        checkpoint,
-        QuantRecipe(default=wanted[0], include=include, exclude=exclude),
-        max_shard_bytes=DEFAULT_SHARD_BYTES,
-        allow_dense=True,  # a diagnosis says what it is about; `quantize` is strict
-        trust_remote_code=trust_remote_code,
-    )
+
+    def planned(scheme: QuantScheme) -> QuantPlan:
+        return make_plan(
+            checkpoint,
+            QuantRecipe(default=scheme, include=include, exclude=exclude),
+            max_shard_bytes=DEFAULT_SHARD_BYTES,
+            allow_dense=True,  # a diagnosis says what it is about; `quantize` is strict
+            trust_remote_code=trust_remote_code,
+        )
+
+    plan = planned(_ANY)
+    for scheme in wanted:
+        if scheme.block_shape[0] > 1:  # not every layer can have tiles
+            planned(scheme)
     _sort(checkpoint, plan, trust_remote_code)
     for scheme in wanted:
         check_blocks(scheme, plan.quantized)
@@ -122,23 +134,22 @@ def diagnose(source: str | Path, schemes: Sequence[QuantScheme | str] = DEFAULT_
 def _complete(
     tensors: Sequence[TensorPlan], calibration: Calibration | None
 ) -> tuple[dict[str, Sensitivity], list[str]]:
-    """Sensitivities of all tensors by name, and the names of those that had none and got the mean of their like."""
+    """Sensitivities by matrix, and the names of those that had none and got the mean of their like."""
     if calibration is None:
         return {}, []
-    known = {t.name: s for t in tensors if (s := calibration.sensitivity.get(t.name)) and not s.is_zero}
-    assumed = [t.name for t in tensors if t.name not in known]
-    filled = dict(known)
+    found, assumed = dict(calibration.sensitivity), []
+    alike: dict[tuple[str, tuple[int, int]], list[str]] = defaultdict(list)
     for t in tensors:
-        if t.name not in known:
-            alike = [
-                known[u.name]
-                for u in tensors
-                if u.name in known and u.matrix == t.matrix and place(u.module)[1] == place(t.module)[1]
-            ]
-            if not alike:
-                raise MXQuantError(
-                    f"no token of the calibration text {calibration.text} reaches {t.name} or any tensor like it; "
-                    "use a longer text"
-                )
-            filled[t.name] = Sensitivity.mean(alike)
-    return filled, assumed
+        alike[place(t.module)[1], t.matrix] += t.matrix_names
+    for (projection, _), names in alike.items():
+        known = [found[n] for n in names if n in found and not found[n].is_zero]
+        unknown = [n for n in names if n not in found or found[n].is_zero]
+        if unknown and not known:
+            raise MXQuantError(
+                f"no token of the calibration text {calibration.text} reaches {unknown[0]}, nor any other "
+                f"{projection}; exclude them, or do without calibration"
+            )
+        if unknown:
+            found |= dict.fromkeys(unknown, Sensitivity.mean(known))
+            assumed += unknown
+    return found, assumed

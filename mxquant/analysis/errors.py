@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 import torch
 
@@ -15,10 +17,9 @@ from mxquant.errors import SchemeError
 from mxquant.formats import QuantScheme
 from mxquant.methods.rtn import QuantStats, RowQuantizer, check_weight, tensor_amax
 from mxquant.parallel import Workers
-from mxquant.plan import TensorPlan
 from mxquant.qtensor import CHUNK_ELEMENTS, QTensor
 from mxquant.scaling import global_scale_for
-from mxquant.transformers.architectures import fused_group
+from mxquant.tensor_plan import TensorPlan
 
 # A sample is made of pieces of this many weights, so that it is spread over each tensor.
 _SAMPLED_PIECE = 1 << 14
@@ -51,13 +52,22 @@ class Measured:
 
 
 @dataclass
-class TensorErrors:
-    """One tensor: its moments, and what each scheme did to it. ``global_scales``: of schemes that have one."""
+class MatrixErrors:
+    """One matrix: its moments, and what each scheme did to it. ``global_scales``: of schemes that have one.
+
+    ``tensor``: the tensor that it is, or one of whose matrices it is (number ``index``, of an expert).
+    """
 
     tensor: TensorPlan
+    name: str
+    index: int = 0
     weights: WeightStats = field(default_factory=WeightStats)
     measured: dict[QuantScheme, Measured] = field(default_factory=dict)
     global_scales: dict[QuantScheme, float] = field(default_factory=dict)
+
+    @property
+    def parameters(self) -> int:
+        return prod(self.tensor.matrix)
 
 
 Job = Callable[[], WeightStats | Measured]
@@ -71,32 +81,30 @@ def measure(
     sensitivity: Mapping[str, Sensitivity] | None = None,
     sample: float = 1.0,
     progress: Callable[[int], None] = lambda weights: None,
-) -> list[TensorErrors]:
-    """Moments and errors of every tensor under every scheme.
+) -> list[MatrixErrors]:
+    """Moments and errors of every matrix under every scheme.
 
     Parameters
     ----------
-    tensors : of the checkpoint's plan; their schemes are ignored.
-    sensitivity : by tensor name; fills ``Measured.cost``.
-    sample : share of the rows to look at, evenly spread. Global scales come from whole tensors.
+    tensors : of the checkpoint's plan, with their groups; their schemes are ignored.
+    sensitivity : by the name of the matrix; fills ``Measured.cost``.
+    sample : share of the rows to look at, evenly spread. Global scales come from whole matrices.
     progress : called with the number of weights done since the last call, each scheme counted.
 
-    Raises ``WeightError`` for weights that are not finite, ``SchemeError`` for blocks larger than a tensor.
+    Raises ``WeightError`` for weights that are not finite, ``SchemeError`` for blocks larger than a matrix.
     """
     for scheme in schemes:
         check_blocks(scheme, tensors)
-    found = {t.name: TensorErrors(t) for t in tensors}
-    jobs = _Jobs(checkpoint, tensors, schemes, sensitivity or {}, sample, found)
+    jobs = _Jobs(checkpoint, tensors, schemes, sensitivity or {}, sample)
     with Workers(torch.device("cpu")) as workers:
-        for (name, scheme), part in workers.map(lambda job: (job[0], job[1]()), jobs):
-            result = found[name]
+        for (matrix, wanted), part in workers.map(lambda job: (job[0], job[1]()), jobs):
             if isinstance(part, WeightStats):
-                result.weights = result.weights + part
+                matrix.weights = matrix.weights + part
             else:
-                assert scheme is not None
-                result.measured[scheme] = result.measured.get(scheme, Measured()) + part
+                assert wanted is not None
+                matrix.measured[wanted] = matrix.measured.get(wanted, Measured()) + part
                 progress(part.stats.elements)
-    return list(found.values())
+    return jobs.matrices
 
 
 def check_blocks(scheme: QuantScheme, tensors: Sequence[TensorPlan]) -> None:
@@ -113,7 +121,7 @@ def check_blocks(scheme: QuantScheme, tensors: Sequence[TensorPlan]) -> None:
 
 
 class _Jobs:
-    """Iterates over ``((tensor name, scheme or None), job)``; a job handles some rows."""
+    """Iterates over ``((matrix, scheme or None), job)``; a job handles some rows. ``matrices``: those met so far."""
 
     def __init__(
         self,
@@ -122,51 +130,60 @@ class _Jobs:
         schemes: Sequence[QuantScheme],
         sensitivity: Mapping[str, Sensitivity],
         sample: float,
-        found: dict[str, TensorErrors],
     ):
+        self.matrices: list[MatrixErrors] = []
         self._checkpoint, self._tensors, self._schemes = checkpoint, tensors, schemes
-        self._sensitivity, self._found = sensitivity, found
+        self._sensitivity = sensitivity
         self._stride = max(1, round(1 / sample))
         self._piece = CHUNK_ELEMENTS if self._stride == 1 else _SAMPLED_PIECE
-        self._group_amax: dict[str, torch.Tensor] = {}
+        self._groups: dict[str, list[TensorPlan]] = defaultdict(list)
+        for t in tensors:
+            if t.group is not None:
+                self._groups[t.group].append(t)
+        self._group_amax: dict[tuple[str, int], torch.Tensor] = {}
 
-    def __iter__(self) -> Iterator[tuple[tuple[str, QuantScheme | None], Job]]:
+    def __iter__(self) -> Iterator[tuple[tuple[MatrixErrors, QuantScheme | None], Job]]:
         for t in self._tensors:
-            weight = self._read(t)
-            check_weight(weight, t.name)
-            step = max(1, self._piece // weight.shape[1])
-            for start in range(0, weight.shape[0], step * self._stride):
-                yield (t.name, None), _moments(weight, start, start + step)
-            for scheme in self._schemes:
-                global_scale = None
-                if scheme.global_scale:
-                    global_scale = global_scale_for(self._amax(t, weight), scheme)
-                    self._found[t.name].global_scales[scheme] = float(global_scale)
-                quantizer = RowQuantizer(
-                    weight,
-                    scheme,
-                    seed=0,
-                    name=t.name,
-                    global_scale=global_scale,
-                    with_stats=True,
-                    chunk_elements=self._piece,
-                )
-                for start in quantizer.starts[:: self._stride]:
-                    sensitivity = self._sensitivity.get(t.name)
-                    yield (t.name, scheme), _errors(quantizer, weight, start, scheme, global_scale, sensitivity)
+            for index, (name, weight) in enumerate(t.matrices(self._checkpoint.read(t.name))):
+                check_weight(weight, name)
+                matrix = MatrixErrors(t, name, index)
+                self.matrices.append(matrix)
+                step = max(1, self._piece // weight.shape[1])
+                for start in range(0, weight.shape[0], step * self._stride):
+                    yield (matrix, None), _moments(weight, start, start + step)
+                for scheme in self._schemes:
+                    for job in self._scheme_jobs(matrix, weight, scheme):
+                        yield (matrix, scheme), job
 
-    def _read(self, t: TensorPlan) -> torch.Tensor:
-        weight = self._checkpoint.read(t.name)
-        return weight.t() if t.transposed else weight
+    def _scheme_jobs(self, matrix: MatrixErrors, weight: torch.Tensor, scheme: QuantScheme) -> Iterator[Job]:
+        global_scale = None
+        if scheme.global_scale:
+            global_scale = global_scale_for(self._amax(matrix, weight), scheme)
+            matrix.global_scales[scheme] = float(global_scale)
+        quantizer = RowQuantizer(
+            weight,
+            scheme,
+            seed=0,
+            name=matrix.name,
+            global_scale=global_scale,
+            with_stats=True,
+            chunk_elements=self._piece,
+        )
+        sensitivity = self._sensitivity.get(matrix.name)
+        for start in quantizer.starts[:: self._stride]:
+            yield _errors(quantizer, weight, start, scheme, global_scale, sensitivity)
 
-    def _amax(self, t: TensorPlan, weight: torch.Tensor) -> torch.Tensor:
-        """As quantizing has it: projections that engines fuse share their largest magnitude."""
-        group = fused_group(t.module) or t.name
-        if group not in self._group_amax:
-            members = [m for m in self._tensors if fused_group(m.module) == group]
-            each = [tensor_amax(self._read(m)) for m in members] or [tensor_amax(weight)]
-            self._group_amax[group] = torch.stack(each).amax()
-        return self._group_amax[group]
+    def _amax(self, matrix: MatrixErrors, weight: torch.Tensor) -> torch.Tensor:
+        """As quantizing has it: matrices that engines fuse share their largest magnitude."""
+        group = matrix.tensor.group
+        if group is None:
+            return tensor_amax(weight)
+        key = (group, matrix.index)
+        if key not in self._group_amax:
+            tensors = [(t, self._checkpoint.read(t.name)) for t in self._groups[group]]
+            each = [tensor_amax(x if t.experts is None else x[matrix.index]) for t, x in tensors]
+            self._group_amax[key] = torch.stack(each).amax()
+        return self._group_amax[key]
 
 
 def _moments(weight: torch.Tensor, start: int, stop: int) -> Job:

@@ -57,16 +57,16 @@ def _short_rules(chosen: Mapping[str, QuantScheme], default: QuantScheme) -> Ite
         start, where, ending = _split(module)
         numbers[start, ending][scheme].append(where)
     endings: dict[tuple[QuantScheme, str, tuple[str, ...]], list[str]] = defaultdict(list)
-    for (start, ending), schemes in numbers.items():
-        common = max(schemes, key=lambda s: (len(schemes[s]), s == default)) if ending else default
-        for scheme, where in schemes.items():
+    for (start, ending), places in numbers.items():
+        common = max(places, key=lambda s: (len(places[s]), s == default)) if ending else default
+        for scheme, layers in places.items():
             if scheme != common:
-                endings[scheme, start, tuple(where)].append(ending)
+                endings[scheme, start, tuple(layers)].append(ending)
             elif scheme != default:
                 endings[scheme, start, ()].append(ending)
-    for (scheme, start, where), tails in sorted(endings.items(), key=lambda rule: not rule[0][2]):
+    for (scheme, start, alike), tails in sorted(endings.items(), key=lambda rule: not rule[0][2]):
         word = start.rstrip(".").rpartition(".")[2]
-        parts = [re.escape(word), _any_of(where)] if where and start else []
+        parts = [re.escape(word), _any_of(alike)] if alike and start else []
         if tails != [""]:
             parts.append(_any_path(tails))
         yield Rule((r"\b" if start else "^") + r"\.".join(parts) + "$", scheme)

@@ -7,7 +7,7 @@ from typing import Any
 
 from mxquant.analysis.advice import advice, budgets
 from mxquant.analysis.diagnosis import Diagnosis, Mix
-from mxquant.analysis.errors import TensorErrors
+from mxquant.analysis.errors import MatrixErrors
 from mxquant.formats import QuantScheme
 from mxquant.pipeline import versions
 
@@ -21,28 +21,30 @@ def to_dict(d: Diagnosis, mix: Mix) -> dict[str, Any]:
         "linear_parameters": d.parameters,
         "sample": d.sample,
         "calibration": calibration,
-        "cost_unit": "expected KL, nats per token" if d.calibration else "squared error over squared norm, a tensor",
+        "cost_unit": "expected KL, nats per token"
+        if d.calibration
+        else "squared error over squared norm, summed over matrices",
         "versions": versions(),
         "advice": advice(d, mix),
         "schemes": [_scheme(d, s) for s in d.schemes],
         "best": [{"budget": b, "scheme": s.text, "cost": d.total_cost(s)} for b, s in budgets(d, mix.budget).items()],
         "mix": mix.to_dict(),
         "projections": [
-            {"projection": name, "tensors": len(members), "errors": _errors(d, members)}
+            {"projection": name, "matrices": len(members), "errors": _errors(d, members)}
             for name, members in d.groups.items()
         ],
-        "tensors": [_tensor(d, t, mix) for t in d.tensors],
+        "matrices": [_matrix(d, t, mix) for t in d.matrices],
     }
 
 
 def _scheme(d: Diagnosis, scheme: QuantScheme) -> dict[str, Any]:
-    figures = _figures(d, scheme, d.tensors)
+    figures = _figures(d, scheme, d.matrices)
     return {"scheme": scheme.text, "bits_per_weight": d.bits_per_weight(scheme), **figures, **scheme.to_dict()}
 
 
-def _tensor(d: Diagnosis, t: TensorErrors, mix: Mix) -> dict[str, Any]:
+def _matrix(d: Diagnosis, t: MatrixErrors, mix: Mix) -> dict[str, Any]:
     return {
-        "name": t.tensor.name,
+        "name": t.name,
         "shape": list(t.tensor.matrix),
         "dtype": t.tensor.dtype,
         **t.weights.to_dict(),
@@ -51,13 +53,13 @@ def _tensor(d: Diagnosis, t: TensorErrors, mix: Mix) -> dict[str, Any]:
     }
 
 
-def _errors(d: Diagnosis, tensors: Iterable[TensorErrors]) -> dict[str, Any]:
-    return {s.text: _figures(d, s, tensors) for s in d.schemes}
+def _errors(d: Diagnosis, matrices: Iterable[MatrixErrors]) -> dict[str, Any]:
+    return {s.text: _figures(d, s, matrices) for s in d.schemes}
 
 
-def _figures(d: Diagnosis, scheme: QuantScheme, tensors: Iterable[TensorErrors]) -> dict[str, Any]:
-    tensors = list(tensors)
-    m, predicted = d.measured(scheme, tensors), d.predicted_mse(scheme, tensors)
+def _figures(d: Diagnosis, scheme: QuantScheme, matrices: Iterable[MatrixErrors]) -> dict[str, Any]:
+    matrices = list(matrices)
+    m, predicted = d.measured(scheme, matrices), d.predicted_mse(scheme, matrices)
     return {
         "relative_error": m.mse**0.5,
         "predicted_relative_error": None if predicted is None else predicted**0.5,
@@ -65,7 +67,7 @@ def _figures(d: Diagnosis, scheme: QuantScheme, tensors: Iterable[TensorErrors])
         "subnormal_scales": m.share(m.stats.subnormal_scales),
         "saturated_scales": m.share(m.saturated_scales),
         "saturated_elements": m.stats.saturated / m.stats.elements if m.stats.elements else 0.0,
-        "cost": sum(d.cost(t, scheme) for t in tensors),
+        "cost": sum(d.cost(t, scheme) for t in matrices),
     }
 
 
@@ -81,9 +83,9 @@ def headline(d: Diagnosis, mix: Mix) -> str:
             f"{d.calibration.text}."
         )
     else:
-        lines.append(f"Mean squared error of the tensors {mix.cost / len(d.tensors):.3g}; not calibrated.")
+        lines.append(f"Mean squared error of the matrices {mix.cost / len(d.matrices):.3g}; not calibrated.")
     best = d.best(mix.budget)
     if best is not None:
-        cost = d.total_cost(best) if d.calibration else d.total_cost(best) / len(d.tensors)
+        cost = d.total_cost(best) if d.calibration else d.total_cost(best) / len(d.matrices)
         lines.append(f"The best single scheme, {best.text}, has {cost:.3g}.")
     return "\n".join(lines)
