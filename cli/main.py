@@ -17,8 +17,12 @@ _COMMANDS = {
     "train": "Train with FP4 products by one or several recipes, and compare their losses.",
     "bench": "Time packed linear layers against dense ones, and against the machine's limits.",
     "dequantize": "Turn a quantized checkpoint back into a dense one.",
+    "generate": "Continue a prompt, with the weights packed.",
+    "inspect": "Show what is in a checkpoint: formats, bits per weight, histograms of scales and codes.",
+    "verify": "Look for everything that can be wrong with a checkpoint.",
     "theory": "Say what schemes cost on weights of a given width, and where blocks change order.",
     "env": "Show versions, the processor and which kernels are used.",
+    "completion": "Print a script that completes commands in bash, zsh or fish.",
     "demo": "Quantize the bundled model four ways, evaluate and compare.",
 }
 

@@ -38,6 +38,7 @@ LAYERS = (
     ("pipeline",),
     ("analysis",),
     ("_autoload", "densify"),
+    ("inspection",),
     ("evals",),
     ("cli",),
 )

@@ -1,0 +1,157 @@
+"""Whether config, tensors and the model's class agree, in both directions; tied weights; fused projections."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from mxquant.checkpoint.reader import Checkpoint
+from mxquant.errors import MXQuantError
+from mxquant.inspection.faults import Verification
+from mxquant.inspection.layouts import Layout
+from mxquant.inspection.packed import PackedWeight
+from mxquant.transformers.architectures import NameMapper, Parameter, build_meta_model, fused_group, inventory
+from mxquant.transformers.mixtures import Place
+from mxquant.transformers.mixtures import layout as layout_of_experts
+
+
+def check_config(checkpoint: Checkpoint, layout: Layout, found: Verification) -> list[PackedWeight]:
+    """Faults between config and tensors; returns the weights whose tensors are all there and as they should be."""
+    for pattern in layout.unmatched:
+        found.add("config", f"the config lists {pattern}, and the files hold no such packed weight")
+    for name in layout.unlisted:
+        found.add("config", f"{name} is a part of a packed weight that the config does not list")
+    for name in layout.stale[:1]:
+        more = f" and {len(layout.stale) - 1} more" if len(layout.stale) > 1 else ""
+        found.warnings.append(f"the config keeps {name}{more} dense, and the files hold no such module")
+    if layout.method is not None and not layout.weights:
+        found.add("config", f"the config says {layout.method}, and no tensor is packed")
+    whole = []
+    for weight in layout.weights:
+        if layout.must_be_dense(weight.module):
+            found.add("config", f"{weight.name} is packed, and the config says that it is dense")
+        problems = weight.problems(checkpoint)
+        for kind, message in problems:
+            found.add(kind, message)
+        if not problems:
+            whole.append(weight)
+    found.checked["packed weights"] = len(layout.weights)
+    return whole
+
+
+@dataclass
+class Model:
+    """The model's class, without weights: what each tensor of the files is in it."""
+
+    name: str
+    parameters: dict[str, Parameter]
+    mapper: NameMapper
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, found: Verification, *, trust_remote_code: bool = False) -> Model | None:
+        """None, with a warning, where transformers does not know the architecture."""
+        try:
+            model = build_meta_model(checkpoint.folder, trust_remote_code=trust_remote_code)
+        except MXQuantError as error:
+            found.warnings.append(f"not compared with the model's class: {error}")
+            return None
+        return cls(type(model).__name__, {p.name: p for p in inventory(model)}, NameMapper(model))
+
+    def shape(self, place: Place, stored: tuple[int, ...]) -> tuple[int, ...] | None:
+        """The shape that a dense tensor must have at its place; None where that cannot be said."""
+        parameter = self.parameters.get(place.parameter)
+        if parameter is None:
+            return None
+        if parameter.kind == "experts":
+            experts, rows, columns = parameter.shape
+            known = layout_of_experts(place, (experts, rows, columns), parameter.transposed, stored)
+            return None if isinstance(known, str) else known.shape
+        if not place.is_whole:
+            return None
+        return parameter.shape[::-1] if parameter.transposed else parameter.shape
+
+
+def check_model(checkpoint: Checkpoint, layout: Layout, model: Model, found: Verification) -> None:
+    """Faults between the tensors and the model's class: what it lacks, shapes, layers dense against the config."""
+    parts = layout.part_names
+    dense = [t for t in checkpoint.tensors.values() if t.name not in parts]
+    shapes = {t.name: t.shape for t in dense} | {w.name: w.dense_shape for w in layout.weights}
+    for name in model.mapper.missing(shapes, model.parameters.values()):
+        found.add("config", f"no tensor fills {name}, which {model.name} needs")
+    packed = {w.name for w in layout.weights}
+    extra = {*layout.unlisted, *layout.activation_scales}
+    for name, shape in shapes.items():
+        place = model.mapper.place(name)
+        if place is None:
+            if name in packed:
+                found.add("config", f"{name} is packed, and {model.name} has no such weight")
+            elif name not in extra:
+                found.warnings.append(f"{name} is no parameter of {model.name}; loaders ignore it")
+            continue
+        wanted = model.shape(place, shape)
+        if wanted is not None and shape != wanted:
+            found.add("shapes", f"{name} is {list(shape)}, and {model.name} needs {list(wanted)}")
+        if name not in packed and layout.must_be_packed and _is_linear(model.parameters.get(place.parameter), name):
+            module = name.removesuffix(".weight")
+            if layout.must_be_packed(module):
+                found.add("config", f"{name} is dense, and the config says that {module} is packed")
+    found.checked["model class"] = model.name
+
+
+def _is_linear(parameter: Parameter | None, name: str) -> bool:
+    return parameter is not None and parameter.kind == "linear" and name.endswith(".weight")
+
+
+def check_tied(checkpoint: Checkpoint, layout: Layout, model: Model, found: Verification) -> None:
+    """Faults of weights that the config ties: the files hold one of them, once and dense."""
+    parts = layout.part_names
+    holders: dict[str, str] = {}
+    for name in [*(n for n in checkpoint.tensors if n not in parts), *(w.name for w in layout.weights)]:
+        target = model.mapper(name)
+        if target is not None:
+            holders[target] = name
+    count = 0
+    for parameter in model.parameters.values():
+        source = parameter.tied_to
+        if source is None:
+            continue
+        count += 1
+        twin, other = holders.get(parameter.name), holders.get(source)
+        if twin is not None and other is not None:
+            same = twin in checkpoint.tensors and other in checkpoint.tensors and _equal(checkpoint, twin, other)
+            how = "is stored a second time" if same else "is stored beside it, and differs"
+            found.add("tied", f"{twin} is tied to {other}, but {how}")
+    found.checked["tied weights"] = count
+
+
+def _equal(checkpoint: Checkpoint, name: str, other: str) -> bool:
+    a, b = checkpoint.read(name), checkpoint.read(other)
+    return a.shape == b.shape and a.dtype == b.dtype and bool(torch.equal(a, b))
+
+
+def check_groups(checkpoint: Checkpoint, weights: Iterable[PackedWeight], found: Verification) -> None:
+    """Faults of projections that engines fuse: their matrices must have one global scale."""
+    groups: dict[str, list[PackedWeight]] = defaultdict(list)
+    for weight in weights:
+        group = fused_group(weight.module) if "global_scale" in weight.parts else None
+        if group is not None:
+            groups[group].append(weight)
+    several = {name: members for name, members in groups.items() if len(members) > 1}
+    for members in several.values():
+        values = [_global_scales(checkpoint, w) for w in members]
+        if any(v != values[0] for v in values):
+            shown = ", ".join(f"{w.module} {_short(v)}" for w, v in zip(members, values, strict=True))
+            found.add("groups", f"engines fuse these and take one global scale for all: {shown}")
+    found.checked["fused groups"] = len(several)
+
+
+def _global_scales(checkpoint: Checkpoint, weight: PackedWeight) -> list[float]:
+    return [float(x) for x in checkpoint.read(weight.parts["global_scale"].name).reshape(-1)]
+
+
+def _short(values: list[float]) -> str:
+    text = ", ".join(f"{v:.9g}" for v in values[:2])
+    return text if len(values) == 1 else f"[{text}, ...]"

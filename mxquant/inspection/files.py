@@ -1,0 +1,133 @@
+"""Whether the files of a checkpoint are whole, and the index is theirs. Reads headers only, and trusts nothing."""
+
+from __future__ import annotations
+
+import json
+import struct
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from mxquant.checkpoint.layout import INDEX_NAME, ITEM_SIZES, SINGLE_NAME
+from mxquant.inspection.faults import Verification
+
+# What safetensors itself accepts.
+_LARGEST_HEADER = 100_000_000
+
+
+def check_files(folder: Path, found: Verification) -> None:
+    """Add the faults of the files in ``folder``: every one of them, not the first alone."""
+    _read_json(folder / "config.json", found)
+    index = _read_json(folder / INDEX_NAME, found) if (folder / INDEX_NAME).exists() else None
+    shards = sorted(p for p in folder.glob("*.safetensors") if p.is_file())
+    if index is None and not (folder / SINGLE_NAME).exists():
+        there = f"only {', '.join(p.name for p in shards[:3])}" if shards else "no safetensors files at all"
+        found.add("files", f"neither {SINGLE_NAME} nor {INDEX_NAME} is there, {there}")
+    used = _shards_of(index, folder, shards, found)
+    headers = {path.name: _read_header(path, found) for path in used}
+    _check_duplicates(headers, found)
+    if index is not None:
+        _check_index(index, headers, found)
+    found.checked["files"] = len(used)
+    for path in shards:
+        if path not in used:
+            found.warnings.append(f"{path.name} belongs to no index; loaders ignore it")
+    for path in sorted(folder.glob("*.partial")):
+        found.warnings.append(f"{path.name} is left from a run that was interrupted")
+
+
+def _shards_of(index: dict[str, Any] | None, folder: Path, shards: list[Path], found: Verification) -> list[Path]:
+    """The files that a loader reads."""
+    if index is None:
+        single = folder / SINGLE_NAME
+        return [single] if single.exists() else shards
+    mapping = index.get("weight_map")
+    if not isinstance(mapping, dict) or not all(isinstance(name, str) for name in mapping.values()):
+        found.add("files", f"{INDEX_NAME} has no weight_map of tensor and file names")
+        return shards
+    used = []
+    for name in dict.fromkeys(mapping.values()):
+        if (folder / name).is_file() and Path(name).name == name:
+            used.append(folder / name)
+        else:
+            found.add("files", f"{name} is in {INDEX_NAME} but not in the folder")
+    return used
+
+
+def _check_index(index: dict[str, Any], headers: dict[str, dict[str, Any]], found: Verification) -> None:
+    mapping = index.get("weight_map")
+    if not isinstance(mapping, dict):
+        return
+    for name, file in mapping.items():
+        if file in headers and name not in headers[file]:
+            found.add("files", f"{INDEX_NAME} says that {name} is in {file}, and it is not")
+    for file, header in headers.items():
+        for name in header:
+            if name not in mapping:
+                found.add("files", f"{name} is in {file}, and {INDEX_NAME} does not say so")
+    total = (index.get("metadata") or {}).get("total_size")
+    size = sum(e["data_offsets"][1] - e["data_offsets"][0] for header in headers.values() for e in header.values())
+    if isinstance(total, int) and total != size and not found.faults:  # no loader looks at it
+        found.warnings.append(f"{INDEX_NAME} says {total} bytes in all, the files hold {size}")
+
+
+def _check_duplicates(headers: dict[str, dict[str, Any]], found: Verification) -> None:
+    first: dict[str, str] = {}
+    for file, header in headers.items():
+        for name in header:
+            if name in first:
+                found.add("files", f"{name} is in {first[name]} and again in {file}")
+            first.setdefault(name, file)
+
+
+def _read_json(path: Path, found: Verification) -> dict[str, Any] | None:
+    try:
+        data = json.loads(path.read_text())
+    except FileNotFoundError:
+        found.add("files", f"{path.name} is missing")
+        return None
+    except (OSError, ValueError) as error:
+        found.add("files", f"{path.name} cannot be read: {error}")
+        return None
+    if not isinstance(data, dict):
+        found.add("files", f"{path.name} is not a JSON object")
+        return None
+    return data
+
+
+def _read_header(path: Path, found: Verification) -> dict[str, Any]:
+    """Tensor name -> entry; empty, with a fault, where the file is not whole."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else None
+        if length is None or not 2 <= length <= min(_LARGEST_HEADER, size - 8):
+            found.add("files", f"{path.name} ({size} bytes) has no whole safetensors header")
+            return {}
+        try:
+            header = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            ranges = {name: _range(name, entry) for name, entry in header.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            found.add("files", f"{path.name} has a damaged safetensors header: {error}")
+            return {}
+    end = 0
+    for name, (first, last) in sorted(ranges.items(), key=lambda item: item[1]):
+        if first != end:
+            found.add("files", f"{path.name}: {name} does not follow the tensor before it")
+            return {}
+        end = last
+    if size != 8 + length + end:
+        more = size - 8 - length - end
+        found.add("files", f"{path.name} is {abs(more)} bytes too {'long' if more > 0 else 'short'}")
+        return {}
+    return header
+
+
+def _range(name: str, entry: Any) -> tuple[int, int]:
+    first, last = entry["data_offsets"]
+    if entry["dtype"] not in ITEM_SIZES:
+        raise ValueError(f"{name} has the unknown dtype {entry['dtype']}")
+    if last - first != prod(entry["shape"]) * ITEM_SIZES[entry["dtype"]]:
+        raise ValueError(f"{name} takes {last - first} bytes, which {entry['dtype']} {entry['shape']} does not")
+    return first, last

@@ -1,0 +1,102 @@
+"""``verify_checkpoint``: everything that can be known to be wrong with a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mxquant.checkpoint.reader import Checkpoint, resolve_source
+from mxquant.errors import CheckpointError
+from mxquant.inspection.agreement import Model, check_config, check_groups, check_model, check_tied
+from mxquant.inspection.faults import Verification
+from mxquant.inspection.files import check_files
+from mxquant.inspection.layouts import Layout, UnknownFormatError, find_layout
+from mxquant.inspection.lint import lint
+from mxquant.inspection.source import SourceComparison, check_dense_tensors, check_source_is_dense, sample
+from mxquant.inspection.summary import Progress, Steps, open_checkpoint
+from mxquant.inspection.values import check_dense, check_packed
+
+# Packed weights compared with the source, unless all are.
+SAMPLE = 16
+
+
+def verify_checkpoint(
+    path: str | Path,
+    source: str | Path | None = None,
+    *,
+    samples: int | None = SAMPLE,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+) -> Verification:
+    """Look for faults in a checkpoint, packed or dense.
+
+    Parameters
+    ----------
+    path : a folder or a hub id.
+    source : the dense checkpoint that it was made from; then every dense tensor is compared with it,
+        and some packed weights.
+    samples : how many packed weights to compare with the source; None for all.
+    progress : called with a tensor's name, how many have been looked at and how many there are.
+
+    Returns all faults, not the first alone; files that cannot be opened end the search, as nothing
+    else can be read. Raises ``CheckpointError`` where there is nothing to verify: no such folder, a
+    quantization that is not known here, a source that is not dense.
+    """
+    folder = resolve_source(path)
+    original = None if source is None else open_checkpoint(source)
+    if original is not None:
+        check_source_is_dense(original)
+    found = Verification(str(folder))
+    check_files(folder, found)
+    if any(fault.kind == "files" for fault in found.faults):
+        return found
+    try:
+        checkpoint = Checkpoint(folder)
+    except CheckpointError as error:
+        found.add("files", str(error))
+        return found
+    layout = _layout(checkpoint, found)
+    if layout is not None:
+        _check(checkpoint, layout, original, found, samples, trust_remote_code, progress)
+    return found
+
+
+def _layout(checkpoint: Checkpoint, found: Verification) -> Layout | None:
+    """The packed weights; a config of a known method that cannot be read is a fault."""
+    try:
+        return find_layout(checkpoint)
+    except UnknownFormatError:
+        raise
+    except CheckpointError as error:
+        found.add("config", str(error))
+        return None
+
+
+def _check(
+    checkpoint: Checkpoint,
+    layout: Layout,
+    source: Checkpoint | None,
+    found: Verification,
+    samples: int | None,
+    trust_remote_code: bool,
+    progress: Progress | None,
+) -> None:
+    whole = check_config(checkpoint, layout, found)
+    model = Model.of(checkpoint, found, trust_remote_code=trust_remote_code)
+    tied: set[str] = set()
+    if model is not None:
+        check_model(checkpoint, layout, model, found)
+        check_tied(checkpoint, layout, model, found)
+        tied = {p.name for p in model.parameters.values() if p.tied_to}
+    parts = layout.part_names
+    others = [name for name in checkpoint.tensors if name not in parts]
+    compared = sample(whole, samples) if source is not None else []
+    steps = len(whole) + len(others) + (len(others) + len(compared) if source is not None else 0)
+    advance = Steps(steps, progress)
+    check_groups(checkpoint, whole, found)
+    found.warnings += lint(layout.weights, layout.method)
+    check_packed(checkpoint, whole, found, advance)
+    check_dense(checkpoint, others, found, advance)
+    if source is not None:
+        check_dense_tensors(checkpoint, layout, source, tied, found, advance)
+        compare = SourceComparison(checkpoint, source, layout, everything=samples is None)
+        compare(compared, found, advance)
