@@ -275,7 +275,7 @@ def test_sensitivities_are_the_sums_of_squared_gradients(make_checkpoint):
 
 @pytest.fixture(scope="module")
 def calibrated():
-    """The bundled model, sensitivities of its weights, and windows of another part of the text."""
+    """``kl(weights)`` on another part of the text, sensitivities and a diagnosis of the bundled model, its weights."""
     from mxquant.evals.calibration import calibrate
     from mxquant.evals.models import load_model
     from mxquant.evals.text import load_text
@@ -285,49 +285,47 @@ def calibrated():
     subject = prepare(mxquant.bundled.path(), ["ue5m3/16", "ue5m3/32", "ue5m3/8", "mxfp6"])
     model, text = load_model(mxquant.bundled.path(), dtype="float32", device="cpu"), load_text("builtin")
     calibration = calibrate(model, text, subject.plan.quantized, windows=16, seq_len=128)
-    return (
-        model.model,
-        calibration,
-        examine(subject, calibration=calibration),
-        cut_windows(model.tokenizer, text, 128, 32)[16:],
-    )
+    windows = cut_windows(model.tokenizer, text, 128, 24)[16:]
+    weights = {t.name: model.model.get_parameter(t.name).data for t in subject.plan.quantized}
 
+    @torch.inference_mode()
+    def predictions():
+        return torch.log_softmax(model.model(windows, use_cache=False).logits.float(), -1)
 
-@torch.inference_mode()
-def kl_of(net, windows, weights):
-    """KL in nats per token of a model with other weights from itself."""
-    before = torch.log_softmax(net(windows, use_cache=False).logits.float(), -1)
-    originals = {name: net.get_parameter(name).data for name in weights}
-    for name, weight in weights.items():
-        net.get_parameter(name).data = weight
-    after = torch.log_softmax(net(windows, use_cache=False).logits.float(), -1)
-    for name, original in originals.items():
-        net.get_parameter(name).data = original
-    return float((before.exp() * (before - after)).sum(-1).mean())
+    before = predictions()
+
+    def kl(changed):
+        """In nats per token, of the model with other weights from itself."""
+        for name, weight in changed.items():
+            model.model.get_parameter(name).data = weight
+        after = predictions()
+        for name in changed:
+            model.model.get_parameter(name).data = weights[name]
+        return float((before.exp() * (before - after)).sum(-1).mean())
+
+    return kl, calibration, examine(subject, calibration=calibration), weights
 
 
 def test_expected_kl_is_that_of_models_with_errors_in_their_weights(calibrated):
-    net, calibration, _, windows = calibrated
+    kl, calibration, _, weights = calibrated
     generator = torch.Generator().manual_seed(0)
     ratios = {}
-    for name in calibration.sensitivity:
+    for name, weight in weights.items():
         if ".layers.1." in name or ".layers.3." in name:
-            weight = net.get_parameter(name).data
             error = torch.randn(weight.shape, generator=generator) * 0.05 * weight.std()
-            ratios[name] = kl_of(net, windows, {name: weight + error}) / calibration.sensitivity[name].cost(error, 0)
+            ratios[name] = kl({name: weight + error}) / calibration.sensitivity[name].cost(error, 0)
     assert len(ratios) == 14
     assert 0.5 < min(ratios.values()) < max(ratios.values()) < 2, ratios
     assert np.std(np.log(list(ratios.values()))) < 0.25
 
 
 def test_the_calibrated_mix_has_less_kl_than_one_scheme_of_its_size(calibrated):
-    net, _, found, windows = calibrated
+    kl, _, found, weights = calibrated
     best, mix = found.best(4.5), found.mix(4.5)
-
-    def kl(chosen):
-        return kl_of(net, windows, {n: quantize(net.get_parameter(n).data, s).dequantize() for n, s in chosen.items()})
-
-    single, mixed = kl(dict.fromkeys(mix.chosen, best)), kl(mix.chosen)
+    single, mixed = (
+        kl({name: quantize(weights[name], scheme).dequantize() for name, scheme in chosen.items()})
+        for chosen in (dict.fromkeys(mix.chosen, best), mix.chosen)
+    )
     assert found.total_cost(best) == pytest.approx(single, rel=0.35)
     assert mix.cost == pytest.approx(mixed, rel=0.35)
     assert mixed < 0.9 * single
