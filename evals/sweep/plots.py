@@ -15,18 +15,30 @@ if TYPE_CHECKING:
     from mxquant.evals.sweep.cells import Cell
     from mxquant.evals.sweep.run import Sweep
 
-# Okabe and Ito's palette; a scale has the same colour and marker in every picture.
-STYLES: dict[str, tuple[str, str]] = {
-    "e4m3": ("#D55E00", "o"),
-    "e4m3+global": ("#0072B2", "s"),
-    "ue5m3": ("#009E73", "D"),
-    "ue5m3+global": ("#56B4E9", "d"),
-    "ue5m3-61440": ("#44AA99", "D"),
-    "e8m0": ("#CC79A7", "^"),
-    "bf16": ("#222222", "x"),
-    "fp32": ("#777777", "+"),
+
+@dataclass(frozen=True)
+class Style:
+    """How the lines of a scale look: size of the marker and width of the line, in points."""
+
+    color: str
+    marker: str
+    size: float
+    width: float
+
+
+# Okabe and Ito's palette; a scale looks the same in every picture. Good formats lie on each other:
+# what is drawn first is larger and shows around what comes after.
+STYLES: dict[str, Style] = {
+    "e8m0": Style("#CC79A7", "^", 6.5, 1.6),
+    "e4m3": Style("#D55E00", "o", 9.5, 3.0),
+    "e4m3+global": Style("#0072B2", "s", 7.5, 2.4),
+    "ue5m3": Style("#009E73", "D", 5.0, 1.7),
+    "ue5m3+global": Style("#56B4E9", "d", 6.0, 1.7),
+    "ue5m3-61440": Style("#44AA99", "v", 5.0, 1.7),
+    "bf16": Style("#222222", "x", 4.5, 0.9),
+    "fp32": Style("#777777", "+", 5.0, 0.9),
 }
-_OTHERS = ("#E69F00", "v")
+_OTHERS = Style("#E69F00", "p", 6.0, 1.6)
 _DASHES = ("-", "--", ":", "-.")
 _FLOOR = "#555555"
 _GRID = "#e6e6e6"
@@ -99,9 +111,10 @@ def draw(
     for axis in grid[-1]:
         axis.set_xlabel("block size (elements that share a scale)", fontsize=9)
     handles = {h.get_label(): h for axis in grid[0] for h in axis.get_lines() if not h.get_label().startswith("_")}
+    names = list(dict.fromkeys(["dense", *(line.name for panel in panels for line in panel.lines)]))
     figure.legend(
-        list(handles.values()),
-        list(handles),
+        [handles[name] for name in names if name in handles],
+        [name for name in names if name in handles],
         loc="outside upper center",
         ncols=min(3 * len(panels), len(handles)),
         frameon=False,
@@ -111,14 +124,14 @@ def draw(
     )
     if caption:
         figure.supxlabel(caption, fontsize=7, color=_FLOOR, x=0.01, ha="left")
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=130)
 
 
 def _draw_panel(axis: Any, panel: Panel, metric: _Metric, high: float) -> None:
     if (floor := metric.value(panel.dense)) is not None:
         axis.axhline(floor, color=_FLOOR, linewidth=1, linestyle=(0, (4, 3)), zorder=1, label="dense")
     drawn: dict[str, int] = {}
-    for line in panel.lines:
+    for line in sorted(panel.lines, key=lambda line: -_style(line).size):
         # Lines of one scale that differ in rule, element or shape differ in their dashes.
         number_of_scale = drawn.setdefault(line.scale, 0)
         drawn[line.scale] += 1
@@ -136,26 +149,31 @@ def _draw_panel(axis: Any, panel: Panel, metric: _Metric, high: float) -> None:
 
 
 def _draw_line(axis: Any, line: Line, metric: _Metric, dashes: str, high: float) -> None:
-    color, marker = STYLES.get(line.scale, _OTHERS)
+    style = _style(line)
     points = [(cell.spec.block_size, metric.value(cell)) for cell in line.cells if cell.spec]
-    # Lines often lie on each other: hollow markers let all of them be seen.
     axis.plot(
         [x for x, _ in points],
         [math.nan if y is None else min(y, high) for _, y in points],
         dashes,
-        color=color,
-        marker=marker,
-        markersize=6,
+        color=style.color,
+        marker=style.marker,
+        markersize=style.size,
         markerfacecolor="white",
         markeredgewidth=1.5,
-        linewidth=1.6,
+        linewidth=style.width,
         label=line.name,
     )
     for x, y in points:
         if y is not None and y <= high:
             continue
         text = "none" if y is None else metric.text(y)
-        axis.annotate(f"↑ {text}", (x, high), (5, -2), textcoords="offset points", fontsize=7.5, color=color, va="top")
+        axis.annotate(
+            f"↑ {text}", (x, high), (5, -2), textcoords="offset points", fontsize=7.5, color=style.color, va="top"
+        )
+
+
+def _style(line: Line) -> Style:
+    return STYLES.get(line.scale, _OTHERS)
 
 
 def _limits(panels: Sequence[Panel], metric: _Metric) -> tuple[float, float, bool]:
