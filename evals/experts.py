@@ -58,7 +58,7 @@ def forward(
         h = _linear(module, first, expert, inputs[token])
         h = module._apply_gate(h) if module.has_gate else module.act_fn(h)
         h = _linear(module, "down_proj", expert, quantize(h))
-        if module.has_post_expert_norm:
+        if getattr(module, "has_post_expert_norm", False):  # not in transformers 5.17
             h = module.post_expert_norm(h)
         out.index_add_(0, token, (h * top_k_weights[token, slot, None]).to(out.dtype))
     return out

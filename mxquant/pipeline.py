@@ -19,6 +19,7 @@ import torch
 
 import mxquant.ops  # noqa: F401  (brings the kernels)
 from mxquant.checkpoint import compressed_tensors
+from mxquant.checkpoint.gpt_oss import open_checkpoint
 from mxquant.checkpoint.layout import INDEX_NAME, REPORT_NAME, OutputTensor
 from mxquant.checkpoint.reader import Checkpoint, resolve_source
 from mxquant.checkpoint.writer import ShardWriter, index_json, shard_names
@@ -88,7 +89,7 @@ def plan_model(
     revision: str | None = None,
 ) -> tuple[Checkpoint, QuantPlan]:
     """Open the source and plan its quantization; arguments as for :func:`quantize_model`."""
-    checkpoint = Checkpoint(resolve_source(source, revision=revision))
+    checkpoint = open_checkpoint(resolve_source(source, revision=revision))
     plan = make_plan(
         checkpoint,
         QuantRecipe.of(scheme),
@@ -170,7 +171,7 @@ class _Run:
                 copy_tensor(self._checkpoint, t.name, writer)
                 self._progress(t.name, t.parameters)
                 continue
-            for index, (name, weight) in enumerate(t.matrices(self._checkpoint.read(t.name))):
+            for index, (name, weight) in enumerate(t.read_matrices(self._checkpoint)):
                 yield from self._matrix_jobs(t, index, name, weight, writer)
 
     def _matrix_jobs(
@@ -216,13 +217,9 @@ class _Run:
             return tensor_amax(weight)
         key = (t.group, index)
         if key not in self._group_amax:
-            members = [self._matrix_amax(m, index) for m in self._groups[t.group]]
-            self._group_amax[key] = torch.stack(members).amax()
+            members = [m.read_matrix(self._checkpoint, index) for m in self._groups[t.group]]
+            self._group_amax[key] = torch.stack([tensor_amax(m) for m in members]).amax()
         return self._group_amax[key]
-
-    def _matrix_amax(self, t: TensorPlan, index: int) -> torch.Tensor:
-        tensor = self._checkpoint.read(t.name)
-        return tensor_amax(tensor if t.experts is None else tensor[index])
 
 
 def versions() -> dict[str, str]:

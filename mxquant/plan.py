@@ -10,6 +10,7 @@ from typing import Any
 
 from mxquant.activations import NONE
 from mxquant.checkpoint import compressed_tensors, native
+from mxquant.checkpoint.gpt_oss import GptOssCheckpoint
 from mxquant.checkpoint.layout import FLOAT_DTYPES, OutputTensor
 from mxquant.checkpoint.reader import Checkpoint, TensorInfo
 from mxquant.checkpoint.writer import DTYPE_NAMES, plan_shards
@@ -146,7 +147,7 @@ def make_plan(
 
 
 def check_not_quantized(checkpoint: Checkpoint) -> None:
-    """Raise ``CheckpointError`` if the source is quantized already."""
+    """Raise ``CheckpointError`` if the source is quantized already, unless it is read as a dense one."""
     config = checkpoint.config
     nested = config.get("text_config")
     nested = nested if isinstance(nested, dict) else {}
@@ -154,7 +155,7 @@ def check_not_quantized(checkpoint: Checkpoint) -> None:
     method = (found or {}).get("quant_method", "unknown method") if found else None
     if method is None and (checkpoint.folder / "hf_quant_config.json").exists():
         method = "modelopt"
-    if method:
+    if method and not isinstance(checkpoint, GptOssCheckpoint):
         raise CheckpointError(
             f"{checkpoint.folder} is already quantized ({method}); start from the dense model, "
             "or make one with `mxquant dequantize`"

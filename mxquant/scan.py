@@ -42,7 +42,7 @@ def scan_small_scales(checkpoint: Checkpoint, plan: QuantPlan) -> dict[QuantSche
         if scheme.global_scale or not fmt.coded or not fmt.has_zero:
             continue
         counts = found.setdefault(scheme, SmallScales())
-        for _, weight in t.matrices(checkpoint.read(t.name)):
+        for _, weight in t.read_matrices(checkpoint):
             amax = _sampled_amax(weight, scheme, stride)
             counts.blocks += amax.numel()
             zero, subnormal = count_small_scales(encode_scale(amax / scheme.element_format.max, fmt), amax, fmt)

@@ -14,6 +14,8 @@ from mxquant.transformers.mixtures import Place
 if TYPE_CHECKING:
     import torch
 
+    from mxquant.checkpoint.reader import Checkpoint
+
 
 @dataclass
 class TensorPlan:
@@ -56,6 +58,16 @@ class TensorPlan:
         """The matrices ``[out_features, in_features]`` in the tensor, and their names."""
         for name, matrix in zip(self.matrix_names, [tensor] if self.experts is None else tensor, strict=True):
             yield name, matrix.t() if self.transposed else matrix
+
+    def read_matrices(self, checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same, read one by one."""
+        for index, name in enumerate(self.matrix_names):
+            yield name, self.read_matrix(checkpoint, index)
+
+    def read_matrix(self, checkpoint: Checkpoint, index: int) -> torch.Tensor:
+        """One of the matrices, as a view of the mapped file if that is dense."""
+        matrix = checkpoint.read(self.name) if self.experts is None else checkpoint.read_part(self.name, index)
+        return matrix.t() if self.transposed else matrix
 
     @property
     def parameters(self) -> int:

@@ -94,6 +94,7 @@ class Checkpoint:
         if not self.tensors:
             raise CheckpointError(f"{folder}: its weight files hold no tensors")
         self._check_index(index or {})
+        self._files = {name: info.file for name, info in self.tensors.items()}
 
     @property
     def nbytes(self) -> int:
@@ -101,11 +102,18 @@ class Checkpoint:
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor, as a view of the mapped file."""
-        info = self.tensors[name]
+        return self._get(name)
+
+    def read_part(self, name: str, index: int) -> torch.Tensor:
+        """``read(name)[index]``, without the rest."""
+        return self._get(name)[index]
+
+    def _get(self, name: str) -> torch.Tensor:
+        file = self._files[name]
         try:
-            return self._handles[info.file].get_tensor(name)
+            return self._handles[file].get_tensor(name)
         except Exception as error:  # SafetensorError and OSError, by version
-            raise CheckpointError(f"{info.file.name}: cannot read tensor {name}: {error}") from error
+            raise CheckpointError(f"{file.name}: cannot read tensor {name}: {error}") from error
 
     def side_files(self) -> list[Path]:
         """Every file to carry along, relative to the folder: all but weights, indexes and config.json."""

@@ -124,7 +124,7 @@ def is_plain_linear(module: nn.Module) -> bool:
 
 
 def _kind(module: nn.Module, leaf: str) -> str:
-    if leaf == "bias":
+    if leaf == "bias" or leaf.endswith("_bias"):
         return "bias"
     if isinstance(module, nn.Embedding):
         return "embedding"

@@ -35,15 +35,17 @@ def pack_experts(module: nn.Module, entries: Mapping[str, ModuleEntry]) -> None:
         device = getattr(module, name).device
         delattr(module, name)
         kind = scale_dtype(entry.scheme.scale_format)
-        module.register_buffer(name, torch.empty(entry.stored_shape, dtype=torch.uint8, device=device))
-        module.register_buffer(f"{name}_scale", torch.empty(entry.scale_shape, dtype=kind, device=device))
-        divisors = None
+        packed = torch.empty(entry.stored_shape, dtype=torch.uint8, device=device)
+        scale, divisors = torch.empty(entry.scale_shape, dtype=kind, device=device), None
         if entry.scheme.global_scale:
             divisors = torch.empty(entry.global_scale_shape, dtype=torch.float32, device=device)
-        module.register_buffer(f"{name}_global_scale", divisors)
-    packed: Any = module
-    packed.__class__ = _subclass(base, type(packed))
-    packed.entries, packed.layouts = dict(entries), layouts
+        for suffix, buffer in (("", packed), ("_scale", scale), ("_global_scale", divisors)):
+            module.register_buffer(f"{name}{suffix}", buffer)
+            if buffer is not None:  # transformers would fill what stays offloaded with random numbers
+                buffer._is_hf_initialized = True  # type: ignore[attr-defined]
+    experts: Any = module
+    experts.__class__ = _subclass(base, experts.__class__)
+    experts.entries, experts.layouts = dict(entries), layouts
 
 
 def unpack_experts(module: QuantExperts, dtype: torch.dtype) -> None:
@@ -91,7 +93,7 @@ class QuantExperts(nn.Module):
             x = self.post_expert_norm(x)  # type: ignore[operator]
         x = torch.empty_like(x).index_copy(0, order, x)  # back in the order of tokens
         x = torch.where(present, x * weights, 0)
-        return x.view(*top_k_index.shape, -1).sum(-2).to(hidden_states.dtype)
+        return x.view(*top_k_index.shape, x.shape[-1]).sum(-2).to(hidden_states.dtype)
 
     def qtensors(self, name: str) -> list[QTensor]:
         """The matrices of a packed parameter, one an expert, as views of its buffers. Raises ``ValueError``

@@ -40,7 +40,9 @@ def choose(model: nn.Module, recipe: QuantRecipe, headers: Headers | None) -> Pa
     places = _places(model, headers, [*(p.name for p in parameters), *experts])
     names = {place.parameter: key for key, place in places.items() if place.is_whole}
     packed = Packed()
-    skipped = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and not is_plain_linear(m)]
+    routers = {p.module for p in parameters if p.kind == "router"}
+    linear = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in routers]
+    skipped = [n for n, m in linear if not is_plain_linear(m)]
     for p in parameters:
         name = names.get(p.name, p.name).removesuffix(".weight")
         scheme = _scheme_for(p, name, recipe)
