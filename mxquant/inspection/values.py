@@ -99,4 +99,4 @@ def check_dense(checkpoint: Checkpoint, names: Iterable[str], found: Verificatio
         if bad:
             found.add("values", f"{name}: values that are NaN or infinite: {bad}")
         advance(name)
-    found.checked["dense tensors"] = count
+    found.checked["other tensors"] = count
