@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from mxquant.analysis.advice import SHARE
 from mxquant.analysis.diagnosis import Diagnosis, Mix
 from mxquant.analysis.errors import MatrixErrors
 from mxquant.analysis.places import place
@@ -86,6 +87,7 @@ def _maps(d: Diagnosis, mix: Mix, grid: _Grid) -> list[_Map]:
     maps = [
         _Map(f"{_SIGMA}, standard deviation of the weights", sigma, "viridis", lambda v: f"{v:.2g}", True),
         _Map(f"error of {best.text}, %", error, "magma_r", lambda v: f"{v:.3g}"),
+        *_small_scales(d, grid),
     ]
     if d.calibration:
         total = d.total_cost(best)
@@ -93,6 +95,21 @@ def _maps(d: Diagnosis, mix: Mix, grid: _Grid) -> list[_Map]:
         title = f"share of the expected KL of {best.text} ({total:.3g} nats per token), %"
         maps.append(_Map(title, share, "magma_r", lambda v: f"{v:.2g}", True))
     return maps
+
+
+def _small_scales(d: Diagnosis, grid: _Grid) -> list[_Map]:
+    """What it costs that scales are too small for their format, for the scheme where most are; none where few are."""
+
+    def lost(scheme: QuantScheme) -> float:
+        m = d.measured(scheme)
+        return m.share(m.stats.zero_scales + m.stats.subnormal_scales)
+
+    worst = max(d.schemes, key=lost)
+    if lost(worst) <= SHARE:
+        return []
+    error = grid.values(lambda ts: 100 * d.measured(worst, ts).mse ** 0.5)
+    title = f"error of {worst.text}, {lost(worst):.0%} of whose scales are zero or subnormal, %"
+    return [_Map(title, error, "magma_r", lambda v: f"{v:.3g}")]
 
 
 def _draw_values(figure: Any, axis: Any, what: _Map) -> None:
@@ -184,7 +201,9 @@ def _between(count: int) -> Iterable[float]:
 
 
 def _title(d: Diagnosis) -> str:
-    title = f"{d.plan.source.resolve().name}: {d.parameters / 1e6:,.1f} M linear weights"
+    millions = d.parameters / 1e6
+    count = f"{millions:,.1f}" if millions >= 1 else f"{millions:.2g}"
+    title = f"{d.plan.source.resolve().name}: {count} M linear weights"
     if d.calibration:
         title += f", calibrated on {d.calibration.tokens:,} tokens of {Path(d.calibration.text).name}"
     return title

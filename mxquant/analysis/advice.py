@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
-from mxquant.analysis.diagnosis import Diagnosis, Mix
+from mxquant.analysis.diagnosis import TIE, Diagnosis, Mix
 from mxquant.analysis.errors import MatrixErrors
 from mxquant.formats import QuantScheme
 from mxquant.plan import KNOWN_KINDS
@@ -16,9 +16,9 @@ from mxquant.plan import KNOWN_KINDS
 # Bits per weight for which the best scheme is named.
 BUDGETS = (4.25, 4.5, 5.0)
 # Scales that are zero or subnormal, or the largest of their format, are worth a word above this share.
-_SHARE = 0.01
-# Schemes whose costs differ by less are as good.
-_CLOSE = 1.01
+SHARE = 0.01
+# Errors that differ by less are the same.
+_CLOSE = 1 + TIE
 # Errors of projections that differ by less are not worth a word.
 _ALIKE = 1.05
 # A largest weight of this many standard deviations is an outlier: in 2^24 Gaussian weights it is 5.4.
@@ -97,7 +97,7 @@ def _small_scales(d: Diagnosis) -> Iterator[str]:
     for scheme in d.schemes:
         m, fmt = d.measured(scheme), scheme.scale_format
         zero, subnormal = m.share(m.stats.zero_scales), m.share(m.stats.subnormal_scales)
-        if zero + subnormal <= _SHARE:
+        if zero + subnormal <= SHARE:
             continue
         widths = [t.weights.sigma for t in d.matrices]
         need = scheme.element_format.max * fmt.min_normal
@@ -124,7 +124,7 @@ def _large_scales(d: Diagnosis) -> Iterator[str]:
     for scheme in d.schemes:
         m = d.measured(scheme)
         share = m.share(m.saturated_scales)
-        if share > _SHARE:
+        if share > SHARE:
             most = max(t.weights.largest for t in d.matrices)
             holds = scheme.element_format.max * scheme.scale_format.max
             yield (
@@ -171,7 +171,7 @@ def _groups(d: Diagnosis) -> Iterator[str]:
             f"{_percent(shares[low][1])}."
         )
         worst = max(d.matrices, key=lambda t: d.cost(t, best))
-        yield f"The most costly matrix is {worst.name}: {_percent(d.cost(worst, best) / total)} of it."
+        yield f"The most costly matrix is {worst.name}: {_percent(d.cost(worst, best) / total)} of the expected KL."
         return
     errors = {g: d.measured(best, ts).mse ** 0.5 for g, ts in d.groups.items()}
     high, low = max(errors, key=lambda g: errors[g]), min(errors, key=lambda g: errors[g])

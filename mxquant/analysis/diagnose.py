@@ -11,6 +11,7 @@ from mxquant.analysis.diagnosis import Diagnosis
 from mxquant.analysis.errors import check_blocks, measure
 from mxquant.analysis.places import place
 from mxquant.analysis.sensitivity import Calibration, Sensitivity
+from mxquant.checkpoint.gpt_oss import open_checkpoint
 from mxquant.checkpoint.reader import Checkpoint, resolve_source
 from mxquant.errors import MXQuantError, SchemeError
 from mxquant.formats import QuantScheme
@@ -71,7 +72,7 @@ def prepare(
     wanted = list(dict.fromkeys(parsed))
     if not wanted:
         raise SchemeError("give at least one scheme, such as ue5m3/16")
-    checkpoint = Checkpoint(resolve_source(source, revision=revision))
+    checkpoint = open_checkpoint(resolve_source(source, revision=revision))
 
     def planned(scheme: QuantScheme) -> QuantPlan:
         return make_plan(

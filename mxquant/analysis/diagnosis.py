@@ -34,14 +34,15 @@ from mxquant.tensor_plan import TensorPlan
 # Bits per weight are compared with a budget up to rounding.
 _ROUNDING = 1e-9
 # Schemes of one size are as good as each other if choosing between them matrix by matrix gains less than this.
-_TIE = 0.01
+TIE = 0.01
 
 
 @dataclass
 class Mix:
     """The schemes of least total cost within ``budget`` bits per weight, one for each tensor by name.
 
-    ``bound``: no choice among the schemes within the budget costs less. ``recipe`` gives each its scheme.
+    ``bound``: no choice within the budget costs less, of schemes of one size that are as good as each other, to 1 %,
+    one considered. ``recipe`` gives each tensor its scheme.
     """
 
     budget: float
@@ -129,9 +130,21 @@ class Diagnosis:
         return dict(found)
 
     def best(self, budget: float) -> QuantScheme | None:
-        """The scheme of least total cost within this many bits per weight, None if none fits."""
+        """The scheme of least total cost within this many bits per weight, None if none fits.
+
+        Of schemes of one size as good as each other, to 1 %, one without a global scale: it does without a
+        pass over the weights.
+        """
         fitting = [s for s in self.schemes if self.bits_per_weight(s) <= budget * (1 + _ROUNDING)]
-        return min(fitting, key=self.total_cost, default=None)
+        if not fitting:
+            return None
+        bits = self.bits_per_weight(min(fitting, key=self.total_cost))
+        return self._preferred([s for s in fitting if self.bits_per_weight(s) == bits])
+
+    def _preferred(self, schemes: list[QuantScheme]) -> QuantScheme:
+        least = min(map(self.total_cost, schemes))
+        close = [s for s in schemes if self.total_cost(s) <= least * (1 + TIE)]
+        return min(close, key=lambda s: (s.global_scale, self.total_cost(s)))
 
     def mix(self, budget: float) -> Mix:
         """The schemes of least total cost within a budget of bits per weight, global scales not counted.
@@ -188,9 +201,9 @@ class Diagnosis:
             by_size[tuple(bits_of(s, m.tensor.matrix) for m in self.matrices)].append(s)
         kept = []
         for equal in by_size.values():
-            best = min(equal, key=self.total_cost)
+            best = self._preferred(equal)
             least = sum(min(self.cost(t, s) for s in equal) for t in self.matrices)
-            kept += [best] if self.total_cost(best) <= least * (1 + _TIE) else equal
+            kept += [best] if self.total_cost(best) <= least * (1 + TIE) else equal
         return kept
 
 

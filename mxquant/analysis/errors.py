@@ -144,7 +144,7 @@ class _Jobs:
 
     def __iter__(self) -> Iterator[tuple[tuple[MatrixErrors, QuantScheme | None], Job]]:
         for t in self._tensors:
-            for index, (name, weight) in enumerate(t.matrices(self._checkpoint.read(t.name))):
+            for index, (name, weight) in enumerate(t.read_matrices(self._checkpoint)):
                 check_weight(weight, name)
                 matrix = MatrixErrors(t, name, index)
                 self.matrices.append(matrix)
@@ -180,9 +180,8 @@ class _Jobs:
             return tensor_amax(weight)
         key = (group, matrix.index)
         if key not in self._group_amax:
-            tensors = [(t, self._checkpoint.read(t.name)) for t in self._groups[group]]
-            each = [tensor_amax(x if t.experts is None else x[matrix.index]) for t, x in tensors]
-            self._group_amax[key] = torch.stack(each).amax()
+            members = [t.read_matrix(self._checkpoint, matrix.index) for t in self._groups[group]]
+            self._group_amax[key] = torch.stack([tensor_amax(m) for m in members]).amax()
         return self._group_amax[key]
 
 
