@@ -22,7 +22,7 @@ from mxquant.plan import MAX_DENSE_SHARE
 from mxquant.transformers.architectures import inventory
 
 # Kinds of matrices that are left alone on purpose; see :class:`mxquant.transformers.architectures.Parameter`.
-_LEFT_ALONE = ("embedding", "output head", "norm", "bias", "convolution")
+_LEFT_ALONE = ("embedding", "output head", "norm", "bias", "convolution", "router")
 
 
 @dataclass(frozen=True, eq=False)
