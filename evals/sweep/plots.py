@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mxquant.evals.plots import check_format
-from mxquant.evals.sweep.inversions import Line, inputs_name, lines_of, number
+from mxquant.evals.sweep.inversions import Line, inputs_name, lines_of
 
 if TYPE_CHECKING:
     from mxquant.evals.sweep.cells import Cell
@@ -39,9 +40,13 @@ STYLES: dict[str, Style] = {
     "fp32": Style("#777777", "+", 5.0, 0.9),
 }
 _OTHERS = Style("#E69F00", "p", 6.0, 1.6)
-_DASHES = ("-", "--", ":", "-.")
+# Further lines of one scale, which differ in rule, element or shape: dashes, and other markers inside.
+_DASHES = ("-", "--", "-.", ":")
+_MARKERS = ("o", "s", "^", "D", "v", "P")
 _FLOOR = "#555555"
 _GRID = "#e6e6e6"
+# Of a caption in its small font, on the safe side.
+_CHARACTERS_PER_INCH = 16
 # What is this many times the dense perplexity or more has left the picture.
 _CEILING = 12.0
 # Steps of a logarithmic axis, from coarse to fine; the first that give four ticks are taken.
@@ -67,11 +72,10 @@ class Panel:
 class _Metric:
     label: str
     value: Callable[[Cell], float | None]
-    text: Callable[[float], str]
 
 
-PERPLEXITY = _Metric("perplexity", lambda cell: cell.perplexity, number)
-KL = _Metric("KL from dense, nats/token", lambda cell: cell.kl or None, lambda value: f"{value:.3g}")
+PERPLEXITY = _Metric("perplexity", lambda cell: cell.perplexity)
+KL = _Metric("KL from dense, nats/token", lambda cell: cell.kl or None)
 
 
 def plot_sweep(sweep: Sweep, path: str | Path, caption: str = "") -> None:
@@ -99,12 +103,12 @@ def draw(
     FigureCanvasAgg(figure)
     grid = figure.subplots(len(metrics), len(panels), sharey="row", sharex="col", squeeze=False)
     for row, metric in zip(grid, metrics, strict=True):
-        low, high, is_log = _limits(panels, metric)
+        reach = _reach(panels, metric)
         for axis, panel in zip(row, panels, strict=True):
-            _draw_panel(axis, panel, metric, high)
-            axis.set_ylim(low, high)
-            if is_log:
-                _log_axis(axis, low, high)
+            _draw_panel(axis, panel, metric, reach.cap)
+            axis.set_ylim(reach.low, reach.high)
+            if reach.is_log:
+                _log_axis(axis, reach.low, reach.high)
         row[0].set_ylabel(metric.label, fontsize=10)
     for axis, panel in zip(grid[0], panels, strict=True):
         axis.set_title(panel.title, fontsize=10, loc="left", color="#222222")
@@ -123,19 +127,20 @@ def draw(
         columnspacing=1.6,
     )
     if caption:
-        figure.supxlabel(caption, fontsize=7, color=_FLOOR, x=0.01, ha="left")
+        width = int(figure.get_figwidth() * _CHARACTERS_PER_INCH)
+        lines = [part for line in caption.splitlines() for part in textwrap.wrap(line, width)]
+        figure.supxlabel("\n".join(lines), fontsize=7, color=_FLOOR, x=0.01, ha="left")
     figure.savefig(path, dpi=130)
 
 
-def _draw_panel(axis: Any, panel: Panel, metric: _Metric, high: float) -> None:
+def _draw_panel(axis: Any, panel: Panel, metric: _Metric, cap: float) -> None:
     if (floor := metric.value(panel.dense)) is not None:
         axis.axhline(floor, color=_FLOOR, linewidth=1, linestyle=(0, (4, 3)), zorder=1, label="dense")
     drawn: dict[str, int] = {}
     for line in sorted(panel.lines, key=lambda line: -_style(line).size):
-        # Lines of one scale that differ in rule, element or shape differ in their dashes.
-        number_of_scale = drawn.setdefault(line.scale, 0)
-        drawn[line.scale] += 1
-        _draw_line(axis, line, metric, _DASHES[number_of_scale % len(_DASHES)], high)
+        drawn[line.scale] = drawn.get(line.scale, -1) + 1
+        _draw_line(axis, line, metric, drawn[line.scale], cap)
+    _mark_outside(axis, panel, metric, cap)
     sizes = sorted({cell.spec.block_size for line in panel.lines for cell in line.cells if cell.spec})
     axis.set_xscale("log", base=2)
     axis.set_xticks(sizes, [str(size) for size in sizes])
@@ -148,13 +153,15 @@ def _draw_panel(axis: Any, panel: Panel, metric: _Metric, high: float) -> None:
         axis.spines[side].set_visible(False)
 
 
-def _draw_line(axis: Any, line: Line, metric: _Metric, dashes: str, high: float) -> None:
+def _draw_line(axis: Any, line: Line, metric: _Metric, repetition: int, cap: float) -> None:
     style = _style(line)
+    if repetition:
+        style = Style(style.color, _MARKERS[repetition % len(_MARKERS)], 5.5, 1.5)
     points = [(cell.spec.block_size, metric.value(cell)) for cell in line.cells if cell.spec]
     axis.plot(
         [x for x, _ in points],
-        [math.nan if y is None else min(y, high) for _, y in points],
-        dashes,
+        [math.nan if y is None else min(y, cap) for _, y in points],
+        _DASHES[repetition % len(_DASHES)],
         color=style.color,
         marker=style.marker,
         markersize=style.size,
@@ -163,33 +170,52 @@ def _draw_line(axis: Any, line: Line, metric: _Metric, dashes: str, high: float)
         linewidth=style.width,
         label=line.name,
     )
-    for x, y in points:
-        if y is not None and y <= high:
-            continue
-        text = "none" if y is None else metric.text(y)
-        axis.annotate(
-            f"↑ {text}", (x, high), (5, -2), textcoords="offset points", fontsize=7.5, color=style.color, va="top"
-        )
+
+
+def _mark_outside(axis: Any, panel: Panel, metric: _Metric, cap: float) -> None:
+    """Say below the top of the axis what is beyond it, or is not there at all."""
+    below: dict[int, int] = {}
+    for line in panel.lines:
+        for cell in line.cells:
+            y = metric.value(cell)
+            if cell.spec is None or (y is not None and y <= cap) or (y is None and cell.perplexity is not None):
+                continue
+            x = cell.spec.block_size
+            below[x] = below.get(x, 0) + 1
+            place = (0, -1 - 9 * below[x])
+            text = "none" if y is None else f"↑{y:.0e}".replace("e+", "e")
+            axis.annotate(
+                text, (x, cap), place, textcoords="offset points", fontsize=7, color=_style(line).color, ha="center"
+            )
 
 
 def _style(line: Line) -> Style:
     return STYLES.get(line.scale, _OTHERS)
 
 
-def _limits(panels: Sequence[Panel], metric: _Metric) -> tuple[float, float, bool]:
-    """Lower and upper end of an axis, and whether it is logarithmic."""
+@dataclass(frozen=True)
+class _Reach:
+    """Ends of an axis; ``cap`` is where values that are larger are drawn, just below ``high``."""
+
+    low: float
+    cap: float
+    high: float
+    is_log: bool
+
+
+def _reach(panels: Sequence[Panel], metric: _Metric) -> _Reach:
     cells = [cell for panel in panels for line in panel.lines for cell in line.cells]
     floors = [y for panel in panels if (y := metric.value(panel.dense)) is not None]
     values = [y for cell in cells if (y := metric.value(cell)) is not None] + floors
     if not values:
-        return 0.0, 1.0, False
+        return _Reach(0.0, 1.0, 1.0, False)
     ceiling = _CEILING * max(floors) if floors else math.inf
-    low, high = min(values), min(max(values), ceiling)
-    if high > 1.6 * low:
-        room = (high / low) ** 0.06
-        return low / room, high * room, True
-    room = 0.06 * (high - low) or 0.05 * high
-    return low - room, high + room, False
+    low, cap = min(values), min(max(values), ceiling)
+    if cap > 1.6 * low:
+        room = (cap / low) ** 0.06
+        return _Reach(low / room, cap, cap * room, True)
+    room = 0.06 * (cap - low) or 0.05 * cap
+    return _Reach(low - room, cap, cap + room, False)
 
 
 def _log_axis(axis: Any, low: float, high: float) -> None:
