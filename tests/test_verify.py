@@ -33,6 +33,8 @@ def run(*args):
     return CliRunner().invoke(main, [str(a) for a in args])
 
 
+MIXTURES = ("mixtral", "qwen3-moe", "deepseek-v3", "llama4", "gpt-oss", "granite-moe")
+
 # Whatever the tool writes, it passes, with every layer compared and quantized again.
 
 RECIPES = {
@@ -51,8 +53,7 @@ RECIPES = {
     "transposed": ("gpt2", "ue5m3/16"),
     "biases": ("qwen2", "ue5m3/16"),
     "gemma": ("gemma3", "e4m3+global/16"),
-    "a mixture of experts": ("mixtral", "ue5m3/16"),
-    "experts with global scales": ("mixtral", "e4m3+global/16"),
+    **{f"{kind} {text}": (kind, text) for kind in MIXTURES for text in ("ue5m3/16", "nvfp4")},
 }
 
 
@@ -103,6 +104,53 @@ def test_a_dense_checkpoint_passes_and_may_be_compared(make_checkpoint, tmp_path
     assert not found.faults
     assert found.checked["packed weights"] == 0
     assert found.checked["tied weights"] == 1
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory):
+    """A tiny random gpt-oss, dense and in its own MXFP4 format."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    dense, packed = tmp_path_factory.mktemp("dense"), tmp_path_factory.mktemp("packed")
+    GptOssForCausalLM(GptOssConfig(**sizes, **heads)).to(torch.bfloat16).save_pretrained(dense)
+    found = load_file(dense / "model.safetensors")
+    for name in [n for n in found if n.endswith(("gate_up_proj", "down_proj"))]:
+        q = [mxquant.quantize(matrix.t(), QuantScheme.preset("mxfp4")) for matrix in found.pop(name)]
+        found[f"{name}_blocks"] = torch.stack([x.packed.unflatten(1, (-1, 16)) for x in q])
+        found[f"{name}_scales"] = torch.stack([x.scale for x in q])
+    save_file(found, packed / "model.safetensors", metadata={"format": "pt"})
+    data = json.loads((dense / "config.json").read_text())
+    data["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    (packed / "config.json").write_text(json.dumps(data))
+    return dense, packed
+
+
+def test_gpt_oss_in_its_own_format_passes_and_can_be_the_source(gpt_oss, tmp_path):
+    dense, packed = gpt_oss
+    found = verify_checkpoint(packed, dense, samples=None)
+    assert not found.faults
+    assert found.checked["packed weights compared with the source"] == 4
+    assert 0.05 < found.checked["largest relative error"] < 0.15
+    mxquant.quantize_model(packed, tmp_path / "q", "ue5m3/16")
+    again = verify_checkpoint(tmp_path / "q", packed, samples=None)
+    assert not again.faults
+    assert again.checked["of them quantized again"] == 12
+
+
+def test_the_experts_of_another_layer_are_no_match(gpt_oss, tmp_path):
+    dense, packed = gpt_oss
+    shutil.copytree(packed, tmp_path / "broken")
+    up = "model.layers.{}.mlp.experts.gate_up_proj_blocks"
+
+    def swap(t):
+        t[up.format(0)], t[up.format(1)] = t[up.format(1)], t[up.format(0)]
+
+    tensors(swap)(tmp_path / "broken")
+    assert not verify_checkpoint(tmp_path / "broken").faults
+    check(verify_checkpoint(tmp_path / "broken", dense), "weights", "another weight")
 
 
 # Planted faults. Each edits a copy of a checkpoint and says which kind it must be, and what the message names.

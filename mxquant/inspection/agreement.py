@@ -60,6 +60,14 @@ class Model:
             return None
         return cls(type(model).__name__, {p.name: p for p in inventory(model)}, NameMapper(model))
 
+    def group(self, weight: PackedWeight) -> str | None:
+        """A name shared by the weights that have one global scale with this one; None if alone."""
+        place = self.mapper.place(weight.name)
+        parameter = self.parameters.get(place.parameter) if place is not None else None
+        if place is None or parameter is None or parameter.kind != "experts":
+            return fused_group(weight.module)
+        return None if place.parts == 1 else f"{place.parameter} {place.expert}"
+
     def shape(self, place: Place, stored: tuple[int, ...]) -> tuple[int, ...] | None:
         """The shape that a dense tensor must have at its place; None where that cannot be said."""
         parameter = self.parameters.get(place.parameter)
@@ -132,15 +140,22 @@ def _equal(checkpoint: Checkpoint, name: str, other: str) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and bool(torch.equal(a, b))
 
 
-def check_groups(checkpoint: Checkpoint, weights: Iterable[PackedWeight], found: Verification) -> None:
-    """Faults of projections that engines fuse: their matrices must have one global scale."""
-    groups: dict[str, list[PackedWeight]] = defaultdict(list)
+def groups(weights: Iterable[PackedWeight], model: Model | None) -> list[list[PackedWeight]]:
+    """The weights with global scales, those together that must have the same."""
+    found: dict[str, list[PackedWeight]] = defaultdict(list)
     for weight in weights:
-        group = fused_group(weight.module) if "global_scale" in weight.parts else None
-        if group is not None:
-            groups[group].append(weight)
-    several = {name: members for name, members in groups.items() if len(members) > 1}
-    for members in several.values():
+        if "global_scale" in weight.parts:
+            group = fused_group(weight.module) if model is None else model.group(weight)
+            found[group or weight.name].append(weight)
+    return list(found.values())
+
+
+def check_groups(
+    checkpoint: Checkpoint, weights: Iterable[PackedWeight], model: Model | None, found: Verification
+) -> None:
+    """Faults of projections that engines fuse: their matrices must have one global scale."""
+    several = [members for members in groups(weights, model) if len(members) > 1]
+    for members in several:
         values = [_global_scales(checkpoint, w) for w in members]
         if any(v != values[0] for v in values):
             shown = ", ".join(f"{w.module} {_short(v)}" for w, v in zip(members, values, strict=True))

@@ -5,17 +5,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 import torch
 
 import mxquant.ops  # noqa: F401  (brings the kernels)
-from mxquant.checkpoint import compressed_tensors, native
+from mxquant.checkpoint import compressed_tensors, gpt_oss, native
 from mxquant.checkpoint.layout import FLOAT_DTYPES, REPORT_NAME
-from mxquant.checkpoint.reader import Checkpoint
+from mxquant.checkpoint.reader import Checkpoint, resolve_source
 from mxquant.errors import CheckpointError, WeightError
 from mxquant.formats import QuantScheme
 from mxquant.inspection.faults import Verification
@@ -24,7 +23,6 @@ from mxquant.inspection.packed import Matrix, PackedWeight
 from mxquant.inspection.summary import Steps
 from mxquant.methods.rtn import quantize_tensor, tensor_amax
 from mxquant.scaling import global_scale_for
-from mxquant.transformers.architectures import fused_group
 
 # Without a report to compare with: no rounding to the nearest element comes near this error.
 _IMPLAUSIBLE = 0.5
@@ -62,11 +60,13 @@ def read_report(checkpoint: Checkpoint) -> Said | None:
         raise CheckpointError(f"{path}: not a report of mxquant: {error!r}") from error
 
 
-def check_source_is_dense(source: Checkpoint) -> None:
-    """Raise ``CheckpointError`` for a source that is quantized itself."""
+def open_source(path: str | Path) -> Checkpoint:
+    """A checkpoint that can be quantized: dense, or gpt-oss's own. Raises ``CheckpointError`` for any other."""
+    source = gpt_oss.open_checkpoint(resolve_source(path))
     method = (quantization_of(source) or {}).get("quant_method")
-    if method is not None:
+    if method is not None and not isinstance(source, gpt_oss.GptOssCheckpoint):
         raise CheckpointError(f"--source {source.folder} is quantized itself ({method}); give the dense model")
+    return source
 
 
 def check_dense_tensors(
@@ -115,14 +115,18 @@ def sample(weights: Sequence[PackedWeight], count: int | None) -> list[PackedWei
 class SourceComparison:
     """Compares packed weights with those of the source; ``everything``: also each expert of a stack."""
 
-    def __init__(self, checkpoint: Checkpoint, source: Checkpoint, layout: Layout, everything: bool):
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        source: Checkpoint,
+        method: str | None,
+        groups: Iterable[list[PackedWeight]],
+        everything: bool,
+    ):
         self._checkpoint, self._source, self._everything = checkpoint, source, everything
         self._said = read_report(checkpoint)
-        self._method = layout.method
-        self._groups: dict[str, list[PackedWeight]] = defaultdict(list)
-        for weight in layout.weights:
-            group = fused_group(weight.module) if "global_scale" in weight.parts else None
-            self._groups[group or weight.name].append(weight)
+        self._method = method
+        self._groups = {weight.name: members for members in groups for weight in members}
         self.requantized = 0
         self.errors: dict[str, float] = {}
 
@@ -143,20 +147,25 @@ class SourceComparison:
             found.add("weights", f"{weight.name} is {list(weight.dense_shape)}, in the source {was}")
             return
         scheme = self._scheme(weight)
-        dense = self._source.read(weight.name).reshape(weight.matrices, *info.shape[-2:])
         chosen = self._experts(weight)
         error = signal = 0.0
         again = scheme is not None
         for index, matrix in enumerate(weight.read(self._checkpoint)):
             if index not in chosen:
                 continue
-            x = dense[index].t() if weight.transposed else dense[index]
+            x = self._read(weight, index)
             squares = _squares(matrix, x)
             error, signal = error + squares[0], signal + squares[1]
             if scheme is not None:
                 again = self._requantize(index, matrix, x, scheme, found) and again
         self.requantized += again
         self._check_error(weight, math.sqrt(error / signal) if signal else math.sqrt(error), chosen, found)
+
+    def _read(self, weight: PackedWeight, index: int) -> torch.Tensor:
+        """A matrix ``[out, in]`` of the source."""
+        alone = weight.experts is None
+        x = self._source.read(weight.name) if alone else self._source.read_part(weight.name, index)
+        return x.t() if weight.transposed else x
 
     def _experts(self, weight: PackedWeight) -> set[int]:
         count = weight.matrices
@@ -221,13 +230,8 @@ class SourceComparison:
 
     def _group_amax(self, weight: PackedWeight, index: int) -> torch.Tensor:
         """The largest magnitude that sets the global scale: of the weight and all that engines fuse with it."""
-        group = fused_group(weight.module) or weight.name
-        found: list[torch.Tensor] = []
-        for member in self._groups[group]:
-            if member.name in self._source.tensors and index < member.matrices:
-                tensor: Any = self._source.read(member.name)
-                found.append(tensor_amax(tensor if member.experts is None else tensor[index]))
-        return torch.stack(found).amax()
+        members = [w for w in self._groups[weight.name] if w.name in self._source.tensors and index < w.matrices]
+        return torch.stack([tensor_amax(self._read(w, index)) for w in members]).amax()
 
 
 def _squares(matrix: Matrix, x: torch.Tensor) -> tuple[float, float]:

@@ -6,13 +6,13 @@ from pathlib import Path
 
 from mxquant.checkpoint.reader import Checkpoint, resolve_source
 from mxquant.errors import CheckpointError
-from mxquant.inspection.agreement import Model, check_config, check_groups, check_model, check_tied
+from mxquant.inspection.agreement import Model, check_config, check_groups, check_model, check_tied, groups
 from mxquant.inspection.faults import Verification
 from mxquant.inspection.files import check_files
 from mxquant.inspection.layouts import Layout, UnknownFormatError, find_layout
 from mxquant.inspection.lint import lint
-from mxquant.inspection.source import SourceComparison, check_dense_tensors, check_source_is_dense, sample
-from mxquant.inspection.summary import Progress, Steps, open_checkpoint
+from mxquant.inspection.source import SourceComparison, check_dense_tensors, open_source, sample
+from mxquant.inspection.summary import Progress, Steps
 from mxquant.inspection.values import check_dense, check_packed
 
 # Packed weights compared with the source, unless all are.
@@ -32,7 +32,7 @@ def verify_checkpoint(
     Parameters
     ----------
     path : a folder or a hub id.
-    source : the dense checkpoint that it was made from; then every dense tensor is compared with it,
+    source : the dense checkpoint (or gpt-oss's own) that it was made from; then every dense tensor is compared with it,
         and some packed weights.
     samples : how many packed weights to compare with the source; None for all.
     progress : called with a tensor's name, how many have been looked at and how many there are.
@@ -42,9 +42,7 @@ def verify_checkpoint(
     quantization that is not known here, a source that is not dense.
     """
     folder = resolve_source(path)
-    original = None if source is None else open_checkpoint(source)
-    if original is not None:
-        check_source_is_dense(original)
+    original = None if source is None else open_source(source)
     found = Verification(str(folder))
     check_files(folder, found)
     if any(fault.kind == "files" for fault in found.faults):
@@ -92,11 +90,13 @@ def _check(
     compared = sample(whole, samples) if source is not None else []
     steps = len(whole) + len(others) + (len(others) + len(compared) if source is not None else 0)
     advance = Steps(steps, progress)
-    check_groups(checkpoint, whole, found)
+    check_groups(checkpoint, whole, model, found)
     found.warnings += lint(layout.weights, layout.method)
     check_packed(checkpoint, whole, found, advance)
     check_dense(checkpoint, others, found, advance)
     if source is not None:
         check_dense_tensors(checkpoint, layout, source, tied, found, advance)
-        compare = SourceComparison(checkpoint, source, layout, everything=samples is None)
+        compare = SourceComparison(
+            checkpoint, source, layout.method, groups(layout.weights, model), everything=samples is None
+        )
         compare(compared, found, advance)
