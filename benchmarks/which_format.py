@@ -4,8 +4,10 @@
     python benchmarks/which_format.py [--out docs/images] [--windows 32]
 
 ``inversion.png``: the bundled model and a copy of it that computes the same with 16 times narrower
-weights, each in every scale and block size, weights and activations quantized. Finished cells are
-kept in the cache of ``mxquant sweep``, so that a second run only draws.
+weights, each in every scale and block size, weights and activations quantized; two more with KL, and
+for weights alone. Finished cells are kept in the cache of ``mxquant sweep``, so that a second run only
+draws. ``theory.png`` and ``theory-parts.png``: expected errors of Gaussian weights. ``diagnosis.png``: what
+``mxquant diagnose`` sees in the narrow copy.
 """
 
 from __future__ import annotations
@@ -19,13 +21,19 @@ from pathlib import Path
 from make_narrow_model import make_copy
 
 import mxquant.bundled
+from mxquant.analysis.diagnose import examine, prepare
 from mxquant.analysis.rescale import Moved
+from mxquant.evals.diagnose_plots import plot_diagnosis
 from mxquant.evals.sweep.grid import Grid
 from mxquant.evals.sweep.inversions import lines_of
 from mxquant.evals.sweep.plots import KL, PERPLEXITY, Panel, draw
 from mxquant.evals.sweep.report import measured_on, sentences
-from mxquant.evals.sweep.run import Done, Sweep, SweepSettings, sweep
+from mxquant.evals.sweep.run import Sweep, sweep
+from mxquant.evals.sweep.work import Done, SweepSettings
 from mxquant.evals.text import load_text
+from mxquant.evals.theory_plots import plot_error_curves, plot_parts
+from mxquant.evals.theory_report import study
+from mxquant.formats import QuantScheme
 
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
 NARROWER = 16
@@ -54,11 +62,9 @@ def measure(model: Path, windows: int) -> Sweep:
     return sweep(model, load_text("builtin"), GRID, settings, on_done=tell)
 
 
-def inversion(out: Path, windows: int) -> None:
-    """``inversion.png`` for the README, ``inversion-detail.png`` with KL and weights alone."""
-    with tempfile.TemporaryDirectory() as folder:
-        moved = make_copy(mxquant.bundled.path(), Path(folder) / "narrow", factor=1 / NARROWER)
-        trained, narrow = measure(mxquant.bundled.path(), windows), measure(Path(folder) / "narrow", windows)
+def inversion(out: Path, windows: int, copy: Path, moved: list[Moved]) -> None:
+    """``inversion.png`` for the README, two more with KL, of weights alone and with activations."""
+    trained, narrow = measure(mxquant.bundled.path(), windows), measure(copy, windows)
     titles = (
         f"as trained (σ ≈ {sigma(moved, 0)})",  # noqa: RUF001
         f"the same model, weights {NARROWER}× narrower (σ ≈ {sigma(moved, 1)})",  # noqa: RUF001
@@ -80,6 +86,26 @@ def inversion(out: Path, windows: int) -> None:
         print("\n".join(f"  {line}" for line in sentences(found)))
 
 
+def expected(out: Path) -> None:
+    """``theory.png``: error against sigma. ``theory-parts.png``: what it consists of."""
+    schemes = [QuantScheme.parse(f"{scale}/{block}/absmax") for scale in ("e4m3", "ue5m3") for block in (8, 16, 32)]
+    sigmas = [10 ** (-5 + 6 * i / 399) for i in range(400)]
+    report = study(schemes, sigmas, span=(sigmas[0], sigmas[-1]))
+    title, caption = "Expected error of Gaussian weights", "\n".join(report.notes())
+    crossings = report.crossovers or ()
+    plot_error_curves(report.curves, out / "theory.png", crossovers=crossings, title=title, caption=caption)
+    chosen = [QuantScheme.parse(f"{scale}/8/absmax") for scale in ("e4m3", "ue5m3")]
+    parts = study(chosen, [10 ** (-3 + 3 * i / 299) for i in range(300)])
+    plot_parts(parts.curves, out / "theory-parts.png", title="What the error consists of", caption=caption)
+
+
+def diagnosis(out: Path, copy: Path) -> None:
+    """``diagnosis.png``: the maps that ``mxquant diagnose`` draws of the narrow copy."""
+    schemes = [QuantScheme.parse(text) for text in ("e4m3/8/absmax", "e4m3/16/absmax", "ue5m3/16", "ue5m3/8", "mxfp4")]
+    found = examine(prepare(copy, schemes))
+    plot_diagnosis(found, found.mix(4.5), out / "diagnosis.png")
+
+
 def sigma(moved: list[Moved], when: int) -> str:
     """The median standard deviation of the projections, before (0) or after (1)."""
     return f"{statistics.median((m.before, m.after)[when] for m in moved):.2g}"
@@ -88,7 +114,12 @@ def sigma(moved: list[Moved], when: int) -> str:
 def main() -> None:
     args = parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    inversion(args.out, args.windows)
+    expected(args.out)
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "narrow"
+        moved = make_copy(mxquant.bundled.path(), copy, factor=1 / NARROWER)
+        diagnosis(args.out, copy)
+        inversion(args.out, args.windows, copy, moved)
 
 
 if __name__ == "__main__":

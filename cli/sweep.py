@@ -15,7 +15,8 @@ from mxquant.cli.options import batch_size_option, check_task_options, loading_o
 from mxquant.evals.sweep.grid import PAPER, PRESETS, Grid
 
 if TYPE_CHECKING:
-    from mxquant.evals.sweep.run import Done, Sweep
+    from mxquant.evals.sweep.run import Sweep
+    from mxquant.evals.sweep.work import Done
 
 _EPILOG = """\b
 Examples:
@@ -177,7 +178,8 @@ def _run(model: str, text: Any, grid: Grid, options: dict[str, Any]) -> Sweep:
 
     prepare_libraries()
     from mxquant.evals.sweep.jobs import cuda_devices
-    from mxquant.evals.sweep.run import SweepSettings, sweep
+    from mxquant.evals.sweep.run import sweep
+    from mxquant.evals.sweep.work import SweepSettings
 
     devices = cuda_devices(options["jobs"]) if options["jobs"] > 1 else None
     fields = {name: options[name] for name in SweepSettings.__dataclass_fields__}

@@ -28,7 +28,8 @@ from mxquant.evals.sweep.inversions import find_inversions, lines_of, number
 from mxquant.evals.sweep.jobs import _work, cuda_devices
 from mxquant.evals.sweep.plots import _ticks, plot_sweep
 from mxquant.evals.sweep.report import sentences, tables, to_csv
-from mxquant.evals.sweep.run import Done, Job, SweepSettings, sweep
+from mxquant.evals.sweep.run import sweep
+from mxquant.evals.sweep.work import Done, Job, SweepSettings
 from mxquant.evals.text import EvalText, load_text
 from mxquant.formats import QuantScheme
 

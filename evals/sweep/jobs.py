@@ -15,7 +15,7 @@ from typing import Any
 
 from mxquant.errors import MXQuantError
 from mxquant.evals.sweep.cells import Cell
-from mxquant.evals.sweep.run import Done, Job, OnProgress, run_job
+from mxquant.evals.sweep.work import Done, Job, OnProgress, run_job
 
 # How often to look whether a process has died without a word.
 _PATIENCE_SECONDS = 2.0
@@ -32,7 +32,7 @@ def cuda_devices(count: int) -> list[str]:
 
 
 def run_on_devices(job: Job, devices: list[str], on_progress: OnProgress, about: dict[str, Any]) -> Iterator[Done]:
-    """As :func:`mxquant.evals.sweep.run.run_job`, with the cells in the order they are finished."""
+    """As :func:`mxquant.evals.sweep.work.run_job`, with the cells in the order they are finished."""
     context = multiprocessing.get_context("spawn")
     messages = context.Queue()
     shares = [

@@ -91,7 +91,7 @@ def _perplexity(cell: Cell, worse: set[str]) -> str:
 
 
 def _kl(cell: Cell) -> str:
-    return "-" if cell.kl is None else f"{cell.kl:.4f}" if cell.kl < 1 else f"{cell.kl:.2f}"
+    return "-" if cell.kl is None else f"{cell.kl:.4f}"
 
 
 def _weights(cell: Cell) -> str:
