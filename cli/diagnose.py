@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from mxquant.analysis.defaults import BUDGET, SCHEMES
 from mxquant.cli.common import console, handle_errors, progress, write_json
 from mxquant.cli.options import loading_options
 from mxquant.formats import PRESETS, SCALES, QuantScheme
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from mxquant.analysis.sensitivity import Calibration
     from mxquant.evals.text import EvalText
 
-_EPILOG = """\b
+_EPILOG = f"""\b
 Examples:
   mxquant diagnose meta-llama/Llama-3-8B
   mxquant diagnose ./model --budget 4.5 --calibration notes.txt --recipe-out mix.yaml --plot mix.png
@@ -27,19 +28,20 @@ Examples:
 
 \b
 Schemes are written as in recipes: scale/block, with a rule, an element or +global where
-wanted (e4m3+global/8/absmax), or a preset (mxfp4, nvfp4, mxfp6, mxfp8).
+wanted (e4m3+global/8/absmax), or a preset ({", ".join(PRESETS)}). By default:
+{", ".join(SCHEMES)}.
 """
 _RULES = sorted({rule for fmt in SCALES.values() for rule in fmt.rules})
 
 
 @click.command("diagnose", epilog=_EPILOG, context_settings={"max_content_width": 120})
 @click.argument("model")
-@click.option("--schemes", metavar="A,B,...", help="Schemes to measure.  [default: ten of 4.25 to 6.25 bits]")
+@click.option("--schemes", metavar="A,B,...", help="Schemes to measure.  [default: see below]")
 @click.option("--rule", type=click.Choice(_RULES), help="Scale rule of schemes that name none and whose scale has it.")
 @click.option(
     "--budget",
     type=click.FloatRange(min=0, min_open=True),
-    default=4.5,
+    default=BUDGET,
     show_default=True,
     help="Bits per weight that the mix of schemes may have, block scales included.",
 )
@@ -54,14 +56,19 @@ _RULES = sorted({rule for fmt in SCALES.values() for rule in fmt.rules})
     help="Windows of the calibration text to use.  [default: 8]",
 )
 @click.option("--seq-len", type=click.IntRange(min=2), help="Tokens in such a window.  [default: 512]")
-@click.option("--sample", type=click.FloatRange(0, 1, min_open=True), default=1.0, help="Share of the rows to look at.")
+@click.option(
+    "--sample",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=1.0,
+    help="Share of the rows to look at.  [default: all]",
+)
 @click.option("--include", multiple=True, metavar="REGEX", help="Look only at modules that match, the head too.")
 @click.option("--exclude", multiple=True, metavar="REGEX", help="Keep modules that match dense.")
 @click.option("--recipe-out", type=click.Path(path_type=Path), help="Write the mix as a recipe for `mxquant quantize`.")
 @click.option(
     "--plot", type=click.Path(path_type=Path), help="Draw maps of layers and projections: .png, .pdf or .svg."
 )
-@click.option("--per-tensor", is_flag=True, help="Tables with a row for each tensor.")
+@click.option("--per-tensor", is_flag=True, help="A table with a row for each matrix.")
 @click.option("--revision", help="Branch, tag or commit of a hub model.")
 @loading_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
@@ -69,7 +76,7 @@ _RULES = sorted({rule for fmt in SCALES.values() for rule in fmt.rules})
 def diagnose_command(model: str, **options: Any) -> None:
     """Say which number formats the weights of MODEL ask for, and what each would cost.
 
-    Streams the linear weights of a folder of safetensors or a hub id: width, tails and outliers of each tensor,
+    Streams the linear weights of a folder of safetensors or a hub id: width, tails and outliers of each matrix,
     measured errors of a list of schemes beside those of Gaussian weights, the best schemes for a budget of bits.
     The model does not run unless --calibration is given.
     """
@@ -77,13 +84,13 @@ def diagnose_command(model: str, **options: Any) -> None:
     _check(options)
     text = _text(options["calibration"])
     from mxquant.analysis.advice import advice
-    from mxquant.analysis.diagnose import DEFAULT_SCHEMES, prepare
+    from mxquant.analysis.diagnose import prepare
     from mxquant.analysis.diagnosis import check_budget
 
     with console().status("reading the headers"):
         subject = prepare(
             model,
-            schemes or [_with_rule(s, options["rule"]) for s in DEFAULT_SCHEMES],
+            schemes or [_with_rule(s, options["rule"]) for s in SCHEMES],
             include=tuple(options["include"]),
             exclude=tuple(options["exclude"]),
             trust_remote_code=options["trust_remote_code"],

@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 import mxquant.bundled
 from mxquant import quantize, quantize_model
 from mxquant.analysis.advice import advice
-from mxquant.analysis.diagnose import DEFAULT_SCHEMES, diagnose, examine, prepare
+from mxquant.analysis.defaults import SCHEMES
+from mxquant.analysis.diagnose import diagnose, examine, prepare
 from mxquant.analysis.recipes import to_yaml
 from mxquant.analysis.report import headline, to_dict
 from mxquant.analysis.sensitivity import Calibration, Sensitivity
@@ -488,5 +489,5 @@ def test_a_text_shorter_than_a_window_is_an_error(tmp_path):
     assert "fewer than one window of 512" in done.stderr
 
 
-def test_default_schemes_exist():
-    assert len({QuantScheme.parse(text) for text in DEFAULT_SCHEMES}) == len(DEFAULT_SCHEMES)
+def test_help_lists_the_default_schemes():
+    assert ", ".join(SCHEMES) in " ".join(run("--help").stdout.split())

@@ -8,13 +8,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
+from mxquant.analysis.defaults import BUDGET, BUDGETS
 from mxquant.analysis.diagnosis import TIE, Diagnosis, Mix
 from mxquant.analysis.errors import MatrixErrors
 from mxquant.formats import QuantScheme
 from mxquant.plan import KNOWN_KINDS
 
-# Bits per weight for which the best scheme is named.
-BUDGETS = (4.25, 4.5, 5.0)
 # Scales that are zero or subnormal, or the largest of their format, are worth a word above this share.
 SHARE = 0.01
 # Errors that differ by less are the same.
@@ -152,7 +151,7 @@ def _inversions(d: Diagnosis) -> Iterator[str]:
 
 def _groups(d: Diagnosis) -> Iterator[str]:
     """Which projections matter more, or err more, than others."""
-    best = d.best(max(BUDGETS[1], min(map(d.bits_per_weight, d.schemes))))
+    best = d.best(max(BUDGET, min(map(d.bits_per_weight, d.schemes))))
     if best is None or len(d.groups) < 2:
         return
     if d.calibration:

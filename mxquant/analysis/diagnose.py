@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mxquant.analysis.defaults import SCHEMES
 from mxquant.analysis.diagnosis import Diagnosis
 from mxquant.analysis.errors import check_blocks, measure
 from mxquant.analysis.places import place
@@ -20,19 +21,6 @@ from mxquant.plan import QuantPlan, make_plan
 from mxquant.recipe import QuantRecipe
 from mxquant.tensor_plan import TensorPlan
 from mxquant.transformers.architectures import NameMapper, build_meta_model, inventory
-
-DEFAULT_SCHEMES = (
-    "ue5m3/32",
-    "mxfp4",
-    "e8m0/16",
-    "nvfp4",
-    "e4m3/16",
-    "ue5m3/16",
-    "e4m3/8",
-    "e4m3+global/8",
-    "ue5m3/8",
-    "mxfp6",
-)
 
 # Stands for all schemes in the plan: with a global scale, so that the plan says which tensors would share it.
 _ANY = QuantScheme(scale="e4m3", block=16, global_scale=True)
@@ -56,7 +44,7 @@ class Subject:
 
 def prepare(
     source: str | Path,
-    schemes: Sequence[QuantScheme | str] = DEFAULT_SCHEMES,
+    schemes: Sequence[QuantScheme | str] = SCHEMES,
     *,
     include: tuple[str, ...] = (),
     exclude: tuple[str, ...] = (),
@@ -127,7 +115,7 @@ def examine(
     )
 
 
-def diagnose(source: str | Path, schemes: Sequence[QuantScheme | str] = DEFAULT_SCHEMES) -> Diagnosis:
+def diagnose(source: str | Path, schemes: Sequence[QuantScheme | str] = SCHEMES) -> Diagnosis:
     """:func:`examine` a model from its weights alone; see :class:`mxquant.analysis.diagnosis.Diagnosis`."""
     return examine(prepare(source, schemes))
 
