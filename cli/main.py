@@ -17,6 +17,7 @@ _COMMANDS = {
     "train": "Train with FP4 products by one or several recipes, and compare their losses.",
     "bench": "Time packed linear layers against dense ones, and against the machine's limits.",
     "dequantize": "Turn a quantized checkpoint back into a dense one.",
+    "card": "Write an output's model card again, with measured quality, and push it to the hub.",
     "generate": "Continue a prompt, with the weights packed.",
     "inspect": "Show what is in a checkpoint: formats, bits per weight, histograms of scales and codes.",
     "verify": "Look for everything that can be wrong with a checkpoint.",

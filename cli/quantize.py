@@ -81,6 +81,7 @@ class _Size(click.ParamType):
 @click.option("--allow-dense", is_flag=True, help="Accept that many weights stay dense without a rule saying so.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and stop.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing model in the output folder.")
+@click.option("--push-to-hub", "repo", metavar="REPO", help="Upload the output then; a new repository is private.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report (or plan) as JSON.")
 @handle_errors
 def quantize_command(**options: Any) -> None:
@@ -106,6 +107,10 @@ def quantize_command(**options: Any) -> None:
         revision=options["revision"],
     )
     _check_device(options["device"])
+    if options["repo"] is not None:
+        from mxquant.checkpoint.upload import check_can_push
+
+        check_can_push(options["repo"])
     if options["dry_run"]:
         if quiet:
             write_json({"out": str(out), **plan.to_dict()})
@@ -132,6 +137,16 @@ def quantize_command(**options: Any) -> None:
         write_json(report.to_dict())
     else:
         tables.print_report(report)
+    if options["repo"] is not None:
+        _push(out, options["repo"])
+
+
+def _push(out: Path, repo: str) -> None:
+    from mxquant.card import read_report, write_card
+    from mxquant.checkpoint.upload import push_folder
+
+    write_card(out, read_report(out), path=repo)
+    click.echo(f"Pushed to {push_folder(out, repo)}", err=True)
 
 
 def _recipe(options: dict[str, Any]) -> tuple[Any, str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from mxquant.card import restore_card
 from mxquant.checkpoint import compressed_tensors, native
 from mxquant.checkpoint.layout import INDEX_NAME, OutputTensor
 from mxquant.checkpoint.reader import Checkpoint, TensorInfo, resolve_source
@@ -62,6 +63,7 @@ def dequantize_model(
         if len(names) > 1:
             (folder / INDEX_NAME).write_text(index_json(shards))
         carry_side_files(checkpoint, folder)
+        restore_card(folder)
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return out
 

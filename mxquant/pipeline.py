@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 import mxquant.ops  # noqa: F401  (brings the kernels)
+from mxquant.card import write_card
 from mxquant.checkpoint import compressed_tensors
 from mxquant.checkpoint.gpt_oss import open_checkpoint
 from mxquant.checkpoint.layout import INDEX_NAME, REPORT_NAME, OutputTensor
@@ -128,7 +129,9 @@ def run_plan(
         carry_side_files(checkpoint, folder)
         seconds = time.perf_counter() - started
         report = QuantReport(plan, str(out), run.stats, seconds, memory.peak, memory.start, seed, versions())
-        (folder / REPORT_NAME).write_text(json.dumps(report.to_dict(), indent=2) + "\n")
+        data = report.to_dict()
+        (folder / REPORT_NAME).write_text(json.dumps(data, indent=2) + "\n")
+        write_card(folder, data)
         config = {**checkpoint.config, "quantization_config": plan.quantization_config}
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     report.peak_bytes = memory.peak

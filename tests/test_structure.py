@@ -34,7 +34,7 @@ LAYERS = (
     ("output", "transformers"),
     ("tensor_plan",),
     ("plan", "training"),
-    ("report", "scan"),
+    ("card", "report", "scan"),
     ("pipeline",),
     ("analysis",),
     ("_autoload", "densify"),
@@ -48,7 +48,7 @@ LEVEL = {unit: level for level, layer in enumerate(LAYERS) for unit in layer}
 ONLY_IN = {
     "transformers": ("mxquant.transformers", "mxquant.training", "mxquant.evals"),
     "lm_eval": ("mxquant.evals.tasks",),
-    "huggingface_hub": ("mxquant.checkpoint.reader", "mxquant.evals"),
+    "huggingface_hub": ("mxquant.checkpoint.reader", "mxquant.checkpoint.upload", "mxquant.evals"),
     "compressed_tensors": (),
     "datasets": ("mxquant.evals",),
     "matplotlib": ("mxquant.evals",),
