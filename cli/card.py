@@ -30,7 +30,7 @@ def card_command(path: Path, results: Path | None, base_model: str | None, repo:
     mxquant quantize writes a card without. The card of the source is kept as README.source.md; its license, language
     and tags are carried.
     """
-    from mxquant.card import read_report, write_card
+    from mxquant.card.files import read_report, write_card
     from mxquant.checkpoint.upload import check_can_push, push_folder
 
     report = read_report(path)

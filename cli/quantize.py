@@ -142,7 +142,7 @@ def quantize_command(**options: Any) -> None:
 
 
 def _push(out: Path, repo: str) -> None:
-    from mxquant.card import read_report, write_card
+    from mxquant.card.files import read_report, write_card
     from mxquant.checkpoint.upload import push_folder
 
     write_card(out, read_report(out), path=repo)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from mxquant.card import restore_card
+from mxquant.card.files import restore_card
 from mxquant.checkpoint import compressed_tensors, native
 from mxquant.checkpoint.layout import INDEX_NAME, OutputTensor
 from mxquant.checkpoint.reader import Checkpoint, TensorInfo, resolve_source

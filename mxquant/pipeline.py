@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 import mxquant.ops  # noqa: F401  (brings the kernels)
-from mxquant.card import write_card
+from mxquant.card.files import write_card
 from mxquant.checkpoint import compressed_tensors
 from mxquant.checkpoint.gpt_oss import open_checkpoint
 from mxquant.checkpoint.layout import INDEX_NAME, REPORT_NAME, OutputTensor

@@ -12,7 +12,9 @@ from click.testing import CliRunner
 
 import mxquant
 import mxquant.bundled
-from mxquant.card import hub_id, is_ours, model_card, restore_card, write_card
+from mxquant.card.files import restore_card, write_card
+from mxquant.card.front_matter import is_ours
+from mxquant.card.text import hub_id, model_card
 from mxquant.checkpoint import upload
 from mxquant.cli.main import main
 from mxquant.errors import CheckpointError, MXQuantError
@@ -96,6 +98,11 @@ def test_the_base_model_is_known_where_a_hub_id_was_quantized(report):
     assert "/home/me" not in card
 
 
+def test_the_text_does_not_depend_on_where_the_output_lies(outputs, tmp_path):
+    mxquant.quantize_model(BUNDLED, tmp_path / "elsewhere", "nvfp4")
+    assert (tmp_path / "elsewhere/README.md").read_bytes() == (outputs["others"][0] / "README.md").read_bytes()
+
+
 def test_figures_are_those_of_the_report(outputs):
     for folder, report in outputs.values():
         text = (folder / "README.md").read_text()
@@ -127,7 +134,7 @@ def test_a_mixture_of_schemes_is_listed_layer_by_layer(tmp_path):
 def test_the_example_in_the_card_loads_the_model(name, outputs, monkeypatch):
     folder, _ = outputs[name]
     (code,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
-    monkeypatch.chdir(folder.parent)
+    monkeypatch.chdir(folder)
     made: dict = {}
     exec(code, made)
     assert type(made["model"]).__name__ == "LlamaForCausalLM"
@@ -242,7 +249,9 @@ def test_quantize_pushes_the_whole_output_with_a_card_that_names_the_repository(
     sent = hub.calls[2][2]
     assert (sent["repo_id"], sent["folder_path"]) == ("me/small", tmp_path / "q")
     assert {"README.md", "README.source.md", "config.json", "model.safetensors", "tokenizer.json"} <= set(sent["files"])
-    assert 'from_pretrained("me/small"' in (tmp_path / "q/README.md").read_text()
+    text = (tmp_path / "q/README.md").read_text()
+    assert 'path = "me/small"\n' in text
+    assert "\n# small\n" in text
     assert "Pushed to https://huggingface.co/me/small" in result.stderr
     json.loads(result.stdout)
 

@@ -1,0 +1,1 @@
+"""The model card of an output. Imports neither torch nor the hub's library."""
