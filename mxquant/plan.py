@@ -20,12 +20,12 @@ from mxquant.numerics import scale_dtype
 from mxquant.qtensor import CHUNK_ELEMENTS
 from mxquant.recipe import QuantRecipe, activations_text
 from mxquant.tensor_plan import TensorPlan
-from mxquant.transformers.architectures import NameMapper, Parameter, build_meta_model, fused_group, inventory
+from mxquant.transformers.architectures import KEPT, NameMapper, Parameter, build_meta_model, fused_group, inventory
 from mxquant.transformers.mixtures import Layout, Piece, Place, layout, problems_of
 
 MAX_DENSE_SHARE = 0.05
 # What stays dense unless named, as everybody expects.
-KNOWN_KINDS = ("embedding", "output head", "norm", "bias", "convolution", "router")
+KNOWN_KINDS = ("embedding", "output head", "norm", "bias", "convolution", "router", KEPT)
 # Kinds of parameters that are quantized unless a rule says otherwise.
 _QUANTIZED = ("linear", "experts")
 # fp32 working copies of one chunk that live at once, measured generously.
@@ -322,6 +322,6 @@ def _quantization_config(tensors: list[TensorPlan], on_disk: str, recipe: QuantR
 
 
 def _dense_linears(tensors: Iterable[TensorPlan]) -> list[str]:
-    dense = [t.module for t in tensors if not t.scheme and t.kind in (*_QUANTIZED, "router", "output head")]
+    dense = [t.module for t in tensors if not t.scheme and t.kind in (*_QUANTIZED, KEPT, "router", "output head")]
     # The head is ignored by name even where it is tied and has no tensor of its own.
     return sorted({*dense, "lm_head"}) if not any(t.scheme and t.kind == "output head" for t in tensors) else dense

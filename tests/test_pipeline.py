@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 import mxquant
 from mxquant.errors import CheckpointError, PlanError, WeightError
 from mxquant.formats import QuantScheme
+from mxquant.pipeline import plan_model
 from mxquant.recipe import QuantRecipe
 
 UE5M3 = QuantScheme(scale="ue5m3", block=16, scale_rule="absmax")
@@ -328,6 +329,18 @@ def test_layers_left_dense_by_accident_are_an_error(make_checkpoint, tmp_path):
         mxquant.quantize_model(source, tmp_path / "a", UE5M3)
     report = mxquant.quantize_model(source, tmp_path / "b", UE5M3, allow_dense=True)
     assert report.plan.dense
+
+
+def test_linear_layers_that_the_model_keeps_in_fp32_stay_dense_unless_named(make_checkpoint, monkeypatch):
+    from transformers import LlamaForCausalLM
+
+    monkeypatch.setattr(LlamaForCausalLM, "_keep_in_fp32_modules", ["o_proj"])
+    for include, count in (((), 0), (("o_proj", "mlp"), 2)):
+        _, plan = plan_model(make_checkpoint("llama"), QuantRecipe(default=UE5M3, include=include))
+        kept = [t for t in plan.tensors if "o_proj" in t.name]
+        assert {t.kind for t in kept} == {"linear kept in fp32"}
+        assert sum(t.scheme is not None for t in kept) == count
+        assert {t.reason for t in kept} == {"included by 'o_proj'" if include else "kept in fp32 by the model"}
 
 
 def test_narrow_weights_are_warned_of_with_the_share_of_small_scales(make_checkpoint, tmp_path):

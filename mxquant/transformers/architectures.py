@@ -8,7 +8,7 @@ the groups of projections that serving engines fuse.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,11 +30,16 @@ _FUSED = (
 )
 
 
+# Of a linear layer that the model's class wants in fp32, such as what picks the tokens of sparse attention.
+KEPT = "linear kept in fp32"
+
+
 @dataclass(frozen=True)
 class Parameter:
     """One parameter of a model.
 
-    ``kind``: linear, experts, router, output head, embedding, norm, bias, convolution or other.
+    ``kind``: linear, experts, router, output head, embedding, norm, bias, convolution, other, or
+    ``KEPT``.
     ``shape``: for a linear weight always ``(out_features, in_features)``, for those of experts
     ``(experts, out_features, in_features)``; ``transposed`` says that the model stores the last two
     the other way round (GPT-2's Conv1D). ``reason``: why it stays dense unless named.
@@ -54,7 +59,7 @@ class Parameter:
     @property
     def is_matrix_product(self) -> bool:
         """Whether the parameter is the weight of ``y = x W^T`` and can be quantized at all."""
-        return self.kind in ("linear", "output head") and self.tied_to is None
+        return self.kind in ("linear", "output head", KEPT) and self.tied_to is None
 
     @property
     def quantizable(self) -> bool:
@@ -91,7 +96,7 @@ def inventory(model: Any) -> list[Parameter]:
     head = model.get_output_embeddings()
     modules = dict(model.named_modules(remove_duplicate=False))
     tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
-    routing = routers(model)
+    routing, kept = routers(model), _kept_in_fp32(model)
     found = []
     for name, tensor in model.named_parameters(remove_duplicate=False):
         module, leaf = modules[name.rpartition(".")[0]], name.rpartition(".")[2]
@@ -108,11 +113,19 @@ def inventory(model: Any) -> list[Parameter]:
         elif is_weight and is_plain_linear(module):
             transposed = isinstance(module, Conv1D)
             matrix = shape[::-1] if transposed else shape
-            found.append(Parameter(name, "linear", matrix, transposed, tied_to=tied.get(name)))
+            kind, why = (KEPT, "kept in fp32 by the model") if kept(name) else ("linear", None)
+            found.append(Parameter(name, kind, matrix, transposed, tied.get(name), why))
         else:
             kind = _kind(module, leaf)
             found.append(Parameter(name, kind, shape, reason=kind))
     return found
+
+
+def _kept_in_fp32(model: Any) -> Callable[[str], bool]:
+    """Whether the model's class wants the parameter of a name in fp32, whatever the rest is."""
+    plan = model._get_dtype_plan(torch.float16) if hasattr(model, "_get_dtype_plan") else {}
+    patterns = [re.compile(glob.replace("*", ".*")) for glob, dtype in plan.items() if dtype == torch.float32]
+    return lambda name: any(pattern.search(name) for pattern in patterns)
 
 
 def is_plain_linear(module: nn.Module) -> bool:
