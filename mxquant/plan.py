@@ -219,7 +219,12 @@ def _check_experts(tensors: list[TensorPlan], parameters: dict[str, Parameter]) 
         if t.place and t.place.obstacle is None:
             held = Layout(t.matrix, t.experts, t.transposed)
             pieces[t.place.parameter].append(Piece(t.name, t.place, held, t.scheme))
-    return [p for name, found in pieces.items() for p in problems_of(name, parameters[name].shape[0], found)]
+    problems: dict[str, list[str]] = defaultdict(list)
+    for name, found in pieces.items():
+        for problem in problems_of(name, parameters[name].shape[0], found):
+            problems[native.with_wildcards(name)].append(problem)
+    # Layers are mostly alike, and so are their problems.
+    return [f"{p[0]}{f' (and {len(p) - 1} more like it)' if len(p) > 1 else ''}" for p in problems.values()]
 
 
 def _three(shape: tuple[int, ...]) -> tuple[int, int, int]:

@@ -340,8 +340,9 @@ def test_experts_may_be_packed_in_some_layers_or_in_one_of_two_products(kind, ma
     ],
 )
 def test_experts_that_cannot_be_packed_as_asked_are_refused(kind, recipe, message, make_checkpoint, tmp_path):
-    with pytest.raises(PlanError, match=message):
+    with pytest.raises(PlanError, match=message) as caught:
         mxquant.quantize_model(make_checkpoint(kind), tmp_path / "q", QuantRecipe.from_dict(recipe))
+    assert all(p.endswith("(and 1 more like it)") for p in caught.value.problems)
     with pytest.raises(SchemeError, match=message):
         AutoModelForCausalLM.from_pretrained(
             make_checkpoint(kind), quantization_config=mxquant.MXQuantConfig(recipe=recipe)
