@@ -1,8 +1,9 @@
 """Finished cells on disk, one JSON file each, so that a sweep that is interrupted or extended continues.
 
 A file's name is a hash of everything its figures were computed from: the model's parameters and
-config, the very tokens, the formats, the dtype and kind of device. What computed them, versions of
-mxquant and of its code, is inside: a cell made by another one is measured again, and the sweep says so.
+config, which of its layers are quantized, the very tokens, the formats, the dtype and kind of
+device. What computed them, versions of mxquant and of its code, is inside: a cell made by another
+one is measured again, and the sweep says so.
 """
 
 from __future__ import annotations
@@ -79,6 +80,7 @@ class CellCache:
         dense = self.bench.dense
         self._inputs = {
             "model": fingerprint(dense.model),
+            "layers": [linear.name for linear in self.bench.linears],
             "windows": hashlib.sha256(self.bench.windows.numpy().tobytes()).hexdigest(),
             "shape": list(self.bench.windows.shape),
             "dtype": str(dense.model.dtype),
