@@ -216,7 +216,7 @@ def _check_experts(tensors: list[TensorPlan], parameters: dict[str, Parameter]) 
     """Problems with the tensors that make up parameters of experts."""
     pieces: dict[str, list[Piece]] = defaultdict(list)
     for t in tensors:
-        if t.place and t.place.obstacle is None:
+        if t.place and t.place.obstacle is None and len(t.shape) >= 2:
             held = Layout(t.matrix, t.experts, t.transposed)
             pieces[t.place.parameter].append(Piece(t.name, t.place, held, t.scheme))
     problems: dict[str, list[str]] = defaultdict(list)

@@ -349,14 +349,16 @@ def test_experts_that_cannot_be_packed_as_asked_are_refused(kind, recipe, messag
         )
 
 
-def test_a_lost_expert_is_missed_before_the_work(make_checkpoint, tmp_path):
+def test_lost_and_misshapen_experts_are_told_before_the_work(make_checkpoint, tmp_path):
     tensors = tensors_of(make_checkpoint("mixtral-even"))
     tensors.pop("model.layers.1.block_sparse_moe.experts.2.w3.weight")
+    tensors["model.layers.0.block_sparse_moe.experts.1.w2.weight"] = torch.zeros(5)
     source = with_tensors(make_checkpoint("mixtral-even"), tmp_path / "source", tensors)
-    with pytest.raises(
-        PlanError, match=r"1 of the 8 tensors that make up model\.layers\.1\.mlp\.experts\.gate_up_proj"
-    ):
+    with pytest.raises(PlanError) as caught:
         mxquant.quantize_model(source, tmp_path / "q", "ue5m3/16")
+    text = "; ".join(caught.value.problems)
+    assert "1 of the 8 tensors that make up model.layers.1.mlp.experts.gate_up_proj are missing" in text
+    assert "experts.1.w2.weight: [5] in the file, but the config says [64, 32]" in text
 
 
 _W3, _DOWN = "model.layers.1.block_sparse_moe.experts.2.w3.weight", "model.layers.0.mlp.experts.down_proj"
