@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -57,6 +59,7 @@ class QuantLinear(nn.Module):
         self._spec = scheme.spec
         self._scale_dtype, self._shape = kind, (self.out_features, self.in_features)
         self._sizes = (self._packed_shape[0] * self._packed_shape[1], self.weight_scale.numel())
+        self._call: Any = None  # the product as a prepared call of a kernel
 
     @property
     def activations(self) -> ActivationScheme | None:
@@ -95,31 +98,39 @@ class QuantLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self._dynamic is not None:
             return torch.ops.mxquant.quantized_linear(x, *self._operands(), *self._dynamic)
-        # Looking up a buffer as an attribute takes as long as a small kernel.
-        buffers, bias = self._buffers, self._parameters.get("bias")
-        kernels = ops.direct(x, bias)
-        if kernels is not None:
-            scheme, shape = self.scheme, self._shape
-            weight, scale, divisor = buffers["weight"], buffers["weight_scale"], buffers["weight_global_scale"]
-            if kernels.why_not_linear(x, shape, scheme) is None and self._fit(x, weight, scale, divisor, bias):
-                return kernels.linear(x, weight, scale, divisor, bias, shape, scheme)
+        if ops.needs_no_dispatcher(x, self._parameters.get("bias")):
+            call = self._prepared()
+            y = None if call is None else call(x)
+            if y is not None:
+                return y
         return torch.ops.mxquant.linear(x, *self._operands())
+
+    def _prepared(self) -> Any:
+        """The layer's product as a prepared call of a kernel; None if there is none for it."""
+        # Looking up a buffer as an attribute takes as long as a small kernel.
+        buffers: dict[str, Any] = self._buffers
+        call = self._call
+        weight, scale, divisor = buffers["weight"], buffers["weight_scale"], buffers["weight_global_scale"]
+        bias = self._parameters.get("bias")
+        if call is None or not call.holds(weight, scale, divisor, bias):
+            fits = self._fit(weight, scale, divisor, bias)
+            call = ops.linear_call(weight, scale, divisor, bias, self._shape, self.scheme) if fits else None
+            self._call = call
+        return call
 
     def _operands(self) -> tuple:  # type: ignore[type-arg]
         return self.packed, self.weight_scale, self.weight_global_scale, self.bias, list(self._shape), self._spec
 
-    def _fit(self, x, weight, scale, divisor, bias) -> bool:  # type: ignore[no-untyped-def]
+    def _fit(self, weight, scale, divisor, bias) -> bool:  # type: ignore[no-untyped-def]
         """Whether a kernel may trust its arguments; if not, the operator says what is wrong with them."""
         return (
-            x.shape[-1:] == self._shape[1:]
-            and weight.dtype is torch.uint8
+            weight.dtype is torch.uint8
             and scale.dtype is self._scale_dtype
             and weight.numel() == self._sizes[0]
             and scale.numel() == self._sizes[1]
-            and weight.is_cpu
-            and scale.is_cpu
             and (divisor is not None) == self.scheme.global_scale
-            and (bias is None or (bias.is_cpu and bias.numel() == self._shape[0]))
+            and (divisor is None or (divisor.dtype is torch.float32 and divisor.numel() == 1))
+            and (bias is None or bias.numel() == self._shape[0])
         )
 
     def extra_repr(self) -> str:
@@ -132,6 +143,7 @@ class QuantLinear(nn.Module):
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
         # Casting a module casts its buffers too; encodings must only change device.
         before = dict(self._buffers)
+        self._call = None  # refers to the tensors that are about to be replaced
         super()._apply(fn, recurse)
         for name, buffer in before.items():
             after = self._buffers[name]

@@ -5,6 +5,7 @@ runs on any device. A scheme travels as the string ``QuantScheme.spec``.
 
 This is the only place that looks for kernels. A backend serves a call if its ``why_not_...`` has no
 objection; otherwise the reference does, and :func:`explain` says which of them it is and why.
+A ``QuantLinear`` on a CPU asks once and again when its tensors are replaced.
 ``MXQUANT_KERNELS=reference`` forces the reference, ``MXQUANT_KERNELS=triton`` the Triton kernels (for
 CPU tensors in Triton's interpreter, ``TRITON_INTERPRET=1``).
 """
@@ -15,7 +16,7 @@ import importlib
 import os
 from functools import lru_cache
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -151,21 +152,36 @@ def _backend(device_type: str) -> tuple[ModuleType | None, str]:
     return _load_backend(device_type)
 
 
-def direct(x: torch.Tensor, bias: torch.Tensor | None) -> ModuleType | None:
-    """The module with the kernels for ``x``, where calling it without PyTorch's dispatcher changes nothing.
+def needs_no_dispatcher(x: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether calling a CPU kernel with ``x`` without PyTorch's dispatcher changes nothing.
 
     The dispatcher costs more than a small layer's work. It is needed for gradients, tracing,
-    compiling, ``torch.func`` and modes that watch operators; then this is None.
+    compiling, ``torch.func`` and modes that watch operators.
     """
     if torch.compiler.is_compiling() or type(x) is not torch.Tensor or not x.is_cpu:
-        return None
+        return False
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
-        return None
+        return False
     if _C._len_torch_dispatch_stack() or _C._is_torch_function_mode_enabled():
-        return None
-    if _C._functorch.peek_interpreter_stack() is not None or _C._get_tracing_state() is not None:
-        return None
-    return backend("cpu")
+        return False
+    return _C._functorch.peek_interpreter_stack() is None and _C._get_tracing_state() is None
+
+
+def linear_call(
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    shape: tuple[int, int],
+    scheme: QuantScheme,
+) -> Any:
+    """:func:`linear` with these parts of a weight as a call of a CPU kernel; None if there is no kernel for it.
+
+    The arguments are trusted. The call takes activations for which :func:`needs_no_dispatcher`
+    holds, and answers None to those that it does not know.
+    """
+    make = getattr(backend("cpu"), "linear_call", None)
+    return None if make is None else make(packed, scale, global_scale, bias, shape, scheme)
 
 
 @lru_cache(maxsize=8)

@@ -112,17 +112,18 @@ def fuzz_dequantize(rng: random.Random) -> None:
 
 def fuzz_linear(rng: random.Random) -> None:
     (n, k), (r, c), dtype = shape(rng), block(rng), rng.randrange(3)
-    m = rng.choice((1, 2, 3, 4, 7, 8, 9, 16, 17, 30))
-    fmt = scale_format(rng)
+    m, fmt = rng.choice((1, 2, 3, 4, 7, 8, 9, 16, 17, 30)), scale_format(rng)
     table = L.table("mxq_decode_table", fmt, torch.bfloat16, L.DECODE_TABLE)
     packed, scale = random_bytes(rng, n * ((k + 1) // 2)), random_bytes(rng, blocks_of(n, k, r, c))
-    x, bias = weights(rng, dtype, m * k), random_bytes(rng, 4 * n)
+    x, bias, divisor = weights(rng, dtype, m * k), random_bytes(rng, 4 * n), torch.tensor([3.7])
     y = Output(m * n * (4 if dtype == 0 else 2))
-    job = L.LinearJob(
-        x.data_ptr(), y.pointer, packed.data_ptr(), scale.data_ptr(), table.data_ptr(),
-        rng.choice((None, bias.data_ptr())), m, n, k, dtype, 0, r, c, fmt, rng.choice((1, 2)),
+    weight = L.LinearWeight(
+        packed=packed.data_ptr(), scale=scale.data_ptr(), table=table.data_ptr(), n=n, k=k,
+        bias=rng.choice((None, bias.data_ptr())), bias_dtype=rng.randrange(3),
+        global_scale=rng.choice((None, divisor.data_ptr())), block_rows=r, block_columns=c, format=fmt,
     )  # fmt: skip
-    assert L.library().mxq_linear(ctypes.byref(job)) == L.OK
+    job = (ctypes.byref(weight), x.data_ptr(), y.pointer, m, dtype, rng.choice((1, 2)))
+    assert L.library().mxq_linear(*job) == L.OK
     y.assert_untouched_around()
 
 
@@ -157,13 +158,15 @@ def test_bad_arguments_give_an_error_code(kind):
             packed=x.data_ptr(), scale=x.data_ptr(), rows=2, columns=16, dtype=1, bits=8, block_rows=1,
             block_columns=16, format=fmt, elements=torch.zeros(256).data_ptr(), out=x.data_ptr() + 2048,
         ),
-        "linear": L.LinearJob(
-            x.data_ptr(), x.data_ptr() + 2048, x.data_ptr(), x.data_ptr(),
-            L.table("mxq_decode_table", fmt, torch.bfloat16, L.DECODE_TABLE).data_ptr(), None,
-            1, 2, 16, 1, 0, 1, 16, fmt, 1,
+        "linear": L.LinearWeight(
+            packed=x.data_ptr(), scale=x.data_ptr(), n=2, k=16, block_rows=1, block_columns=16, format=fmt,
+            table=L.table("mxq_decode_table", fmt, torch.bfloat16, L.DECODE_TABLE).data_ptr(),
         ),
     }[kind]  # fmt: skip
     call = getattr(L.library(), f"mxq_{kind}")
+    if kind == "linear":
+        linear = L.library().mxq_linear
+        call = lambda weight: linear(weight, x.data_ptr(), x.data_ptr() + 2048, 1, 1, 1)  # noqa: E731
     pointers = {"x", "y", "packed", "scale", "tables", "out"}
     for name in ("x", "packed", "scale", "rows", "columns", "m", "n", "k", "dtype", "block_rows", "block_columns", "bits", "rule", "out", "y", "tables", "first_row", "carry"):  # fmt: skip  # noqa: E501
         if not hasattr(good, name):
@@ -184,3 +187,19 @@ def test_bad_arguments_give_an_error_code(kind):
             assert call(ctypes.byref(job)) == L.BAD_ARGUMENT, (name, value)
     assert call(None) == L.BAD_ARGUMENT
     assert L.library().mxq_set_level(17) == L.NO_SUCH_LEVEL
+
+
+def test_bad_activations_give_an_error_code():
+    memory, fmt = torch.zeros(4096, dtype=torch.uint8), L.ScaleFormat(3, 15, 254, 0.0)
+    table = L.table("mxq_decode_table", fmt, torch.bfloat16, L.DECODE_TABLE)
+    x, y = memory.data_ptr(), memory.data_ptr() + 2048
+    weight = L.LinearWeight(
+        packed=x, scale=x, table=table.data_ptr(), n=2, k=16, block_rows=1, block_columns=16, format=fmt
+    )
+    w, linear = ctypes.addressof(weight), L.library().mxq_linear
+    assert linear(w, x, y, 1, 1, 1) == L.OK
+    assert linear(w, x, y, 1, 1, -5) == L.OK
+    for bad in ((w, None, y, 1, 1, 1), (w, x, None, 1, 1, 1), (w, x, y, 0, 1, 1), (w, x, y, -1, 1, 1)):
+        assert linear(*bad) == L.BAD_ARGUMENT, bad
+    for dtype in (-1, 3, 1 << 30):
+        assert linear(w, x, y, 1, dtype, 1) == L.BAD_ARGUMENT

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -205,6 +209,45 @@ def test_kernels_work_in_forked_workers_after_they_ran_with_threads():
     for i, (y, packed) in enumerate(loader):
         assert torch.allclose(y[0], expected * (i + 1), rtol=1e-4, atol=1e-4)
         assert packed.shape[1:] == q.packed.shape
+
+
+def test_a_layer_follows_its_tensors():
+    """A layer prepares its product once; afterwards its weight may be loaded, replaced, moved, copied."""
+    scheme, x = QuantScheme("fp4_e2m1", "e4m3", 16, True), torch.randn(3, 64)
+    layer = mxquant.QuantLinear.from_qtensor(weight(48, 64, scheme), torch.randn(48))
+    other = mxquant.QuantLinear.from_qtensor(weight(48, 64, scheme, seed=7), torch.randn(48))
+    third = mxquant.QuantLinear.from_qtensor(weight(48, 64, scheme, seed=8), torch.randn(48))
+
+    @torch.no_grad()
+    def check(layer: torch.nn.Module) -> torch.Tensor:
+        y = layer(x)
+        assert torch.equal(y, mxquant.linear(x, layer.qweight, layer.bias))
+        return y
+
+    seen = [check(layer)]
+    layer.load_state_dict(other.state_dict())
+    seen.append(check(layer))
+    layer.load_state_dict(third.state_dict(), assign=True)
+    seen.append(check(layer))
+    layer.bias.data = torch.randn(48)
+    seen.append(check(layer))
+    layer.weight_global_scale.mul_(2)
+    seen.append(check(layer))
+    layer.weight_scale = other.weight_scale.clone()
+    seen.append(check(layer))
+    layer.to(torch.bfloat16)
+    seen.append(check(layer))
+    layer.bias = None
+    seen.append(check(layer))
+    assert all(not torch.equal(a, b) for a, b in itertools.pairwise(seen))
+    twin = copy.deepcopy(layer)
+    twin.weight.zero_()
+    assert check(twin).abs().max() == 0
+    assert torch.equal(check(layer), seen[-1])
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    assert torch.equal(check(torch.load(file, weights_only=False)), seen[-1])
 
 
 def test_compiled_models_call_the_kernels():

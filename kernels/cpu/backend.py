@@ -20,6 +20,7 @@ import torch
 
 from mxquant.formats import QuantScheme
 from mxquant.kernels.cpu import library as L
+from mxquant.kernels.cpu.calls import LinearCall
 from mxquant.methods.rtn import QuantStats
 from mxquant.numerics import element_table, scale_dtype
 from mxquant.scaling import SEARCH_BINADES, SEARCH_CODES, largest_power_of_two, power_of_two_carry
@@ -153,22 +154,30 @@ def linear(
     scheme: QuantScheme,
 ) -> torch.Tensor:
     """``x @ W.T + bias``; products of bf16 numbers where the processor has them, of fp32 elsewhere."""
-    n, k = shape
-    rows = x.contiguous()
-    packed, scale = packed.contiguous(), scale.contiguous()
     if bias is not None:
         bias = bias.contiguous() if bias.dtype in L.DTYPES else bias.to(torch.float32)
-    y = x.new_empty((*x.shape[:-1], n))
-    block_rows, block_columns = scheme.block_shape
-    job = L.LinearJob(
-        rows.data_ptr(), y.data_ptr(), packed.data_ptr(), scale.data_ptr(),
-        _decode_table(scheme.scale, torch.bfloat16, 0.0).data_ptr(), None if bias is None else bias.data_ptr(),
-        rows.numel() // k, n, k, L.DTYPES[x.dtype], 0 if bias is None else L.DTYPES[bias.dtype],
-        block_rows, block_columns, _format(scheme, 0.0 if global_scale is None else float(global_scale)),
-        torch.get_num_threads(),
-    )  # fmt: skip
-    L.check(L.library().mxq_linear(byref(job)))
+    table = _decode_table(scheme.scale, torch.bfloat16, 0.0)
+    y = LinearCall(packed.contiguous(), scale.contiguous(), global_scale, bias, shape, scheme, table)(x)
+    assert y is not None, "ask why_not_linear first"
     return y
+
+
+def linear_call(
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    shape: tuple[int, int],
+    scheme: QuantScheme,
+) -> LinearCall | None:
+    """A prepared :func:`linear` that refers to these tensors; None if it would have to copy some of them."""
+    tensors = [t for t in (packed, scale, global_scale, bias) if t is not None]
+    if _why_not_scheme(scheme, True) is not None or not all(t.is_cpu and t.is_contiguous() for t in tensors):
+        return None
+    if bias is not None and bias.dtype not in L.DTYPES:
+        return None
+    table = _decode_table(scheme.scale, torch.bfloat16, 0.0)
+    return LinearCall(packed, scale, global_scale, bias, shape, scheme, table)
 
 
 @lru_cache(maxsize=256)

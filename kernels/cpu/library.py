@@ -51,12 +51,12 @@ class DequantJob(ctypes.Structure):
     )  # fmt: skip
 
 
-class LinearJob(ctypes.Structure):
+class LinearWeight(ctypes.Structure):
     _fields_ = (
-        ("x", c_void_p), ("y", c_void_p), ("packed", c_void_p), ("scale", c_void_p),
-        ("table", c_void_p), ("bias", c_void_p), ("m", c_int64), ("n", c_int64), ("k", c_int64),
-        ("dtype", c_int32), ("bias_dtype", c_int32), ("block_rows", c_int32), ("block_columns", c_int32),
-        ("format", ScaleFormat), ("threads", c_int32), ("reserved", c_int32),
+        ("packed", c_void_p), ("scale", c_void_p), ("table", c_void_p), ("bias", c_void_p),
+        ("global_scale", c_void_p), ("n", c_int64), ("k", c_int64),
+        ("bias_dtype", c_int32), ("block_rows", c_int32), ("block_columns", c_int32), ("reserved", c_int32),
+        ("format", ScaleFormat),
     )  # fmt: skip
 
 
@@ -71,7 +71,7 @@ def load() -> ctypes.CDLL | str:
         return f"{PATH.name} cannot be loaded: {error}"
     sizes = (c_int64 * 6)()
     lib.mxq_sizes(sizes)
-    structures = (QuantJob, DequantJob, LinearJob)
+    structures = (QuantJob, DequantJob, LinearWeight)
     expected = [*map(ctypes.sizeof, structures), QUANT_TABLES, DECODE_TABLE, ctypes.sizeof(ScaleFormat)]
     if list(sizes) != expected:
         return f"{PATH.name} belongs to another version of mxquant; install mxquant again"
@@ -80,7 +80,7 @@ def load() -> ctypes.CDLL | str:
         ("mxq_decode_table", (POINTER(ScaleFormat), c_int32, c_void_p)),
         ("mxq_quantize", (POINTER(QuantJob),)),
         ("mxq_dequantize", (POINTER(DequantJob),)),
-        ("mxq_linear", (POINTER(LinearJob),)),
+        ("mxq_linear", (c_void_p, c_void_p, c_void_p, c_int64, c_int32, c_int32)),
         ("mxq_set_level", (c_int32,)),
     ):
         getattr(lib, name).argtypes = arguments

@@ -73,17 +73,16 @@ bool is_valid(const DequantJob& j) {
          is_dtype(j.dtype) && is_block(j.block_rows, j.block_columns);
 }
 
-bool is_valid(const LinearJob& j) {
-  return j.x != nullptr && j.y != nullptr && j.packed != nullptr && j.scale != nullptr && j.table != nullptr && is_size(j.m) &&
-         is_size(j.n) && is_size(j.k) && is_dtype(j.dtype) && is_dtype(j.bias_dtype) &&
-         is_format(j.format) && is_block(j.block_rows, j.block_columns);
+bool is_valid(const LinearWeight& w) {
+  return w.packed != nullptr && w.scale != nullptr && w.table != nullptr && is_size(w.n) && is_size(w.k) && is_dtype(w.bias_dtype) &&
+         is_format(w.format) && is_block(w.block_rows, w.block_columns);
 }
 
 }  // namespace
 
 MXQ_EXPORT int mxq_sizes(int64_t* sizes) {
   if (sizes == nullptr) return BAD_ARGUMENT;
-  sizes[0] = sizeof(QuantJob), sizes[1] = sizeof(DequantJob), sizes[2] = sizeof(LinearJob);
+  sizes[0] = sizeof(QuantJob), sizes[1] = sizeof(DequantJob), sizes[2] = sizeof(LinearWeight);
   sizes[3] = sizeof(QuantTables), sizes[4] = sizeof(DecodeTable), sizes[5] = sizeof(ScaleFormat);
   return OK;
 }
@@ -149,13 +148,13 @@ MXQ_EXPORT int mxq_dequantize(const DequantJob* job) {
   return status;
 }
 
-MXQ_EXPORT int mxq_linear(const LinearJob* job) {
-  if (job == nullptr || !is_valid(*job)) return BAD_ARGUMENT;
-  FloatControl control;
-  LinearJob mine = *job;
+MXQ_EXPORT int mxq_linear(const LinearWeight* weight, const void* x, void* y, int64_t m, int dtype, int threads) {
+  if (weight == nullptr || !is_valid(*weight) || x == nullptr || y == nullptr || !is_size(m) || !is_dtype(dtype)) return BAD_ARGUMENT;
   // Waking a thread costs some microseconds.
-  if (mine.m * mine.n * mine.k < (int64_t{1} << 17)) mine.threads = 1;
-  return kernels().linear(&mine);
+  const bool alone = threads < 1 || m * weight->n * weight->k < (int64_t{1} << 17);
+  const LinearJob job{*weight, x, y, m, dtype, alone ? 1 : threads};
+  FloatControl control;
+  return kernels().linear(&job);
 }
 
 }  // namespace mxq

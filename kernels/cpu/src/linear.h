@@ -13,8 +13,10 @@ namespace {
 
 // What follows the sums of neighbouring columns: the global scale, the bias, the rounding.
 inline void finish(const LinearJob& job, int64_t row, int64_t column, float* sums, int count) {
-  if (job.format.global_scale > 0)
-    for (int i = 0; i < count; i++) sums[i] /= job.format.global_scale;
+  if (job.global_scale != nullptr) {
+    const float divisor = *job.global_scale;
+    for (int i = 0; i < count; i++) sums[i] /= divisor;
+  }
   if (job.bias != nullptr) {
     const auto* single = static_cast<const float*>(job.bias) + column;
     const auto* half = static_cast<const uint16_t*>(job.bias) + column;
@@ -32,6 +34,18 @@ inline void finish(const LinearJob& job, int64_t row, int64_t column, float* sum
     for (int i = 0; i < count; i++) y[i] = to_bf16(sums[i]);
   else
     for (int i = 0; i < count; i++) y[i] = to_f16(sums[i]);
+}
+
+// Calls body(first column, last column, what the thread will probably do next) for all columns, `most`
+// of them at a time or fewer, in multiples of `unit`.
+template <class F>
+void share_columns(const LinearJob& job, int64_t most, int64_t unit, F&& body) {
+  const int64_t share = job.n / (4 * job.threads) / unit + 1, whole = (most + unit - 1) / unit;  // a few tasks for each thread
+  const int64_t size = (share < whole ? share : whole) * unit;
+  parallel_for((job.n + size - 1) / size, job.threads, [&](int64_t task) {
+    const int64_t first = task * size, next = first + size * job.threads;
+    body(first, job.n - first < size ? job.n : first + size, next < job.n ? next : 0);
+  });
 }
 
 inline float activation(const LinearJob& job, int64_t row, int64_t column) {
@@ -190,29 +204,29 @@ int panels(const LinearJob& job) {
   const int64_t tiles = (job.m + kTileRows - 1) / kTileRows;
   constexpr int64_t kBytes = 256 << 10;  // of a panel, which should fit the second-level cache beside a part of x
   const int64_t fit = kBytes / (width * static_cast<int64_t>(sizeof(T))) / kTileColumns * kTileColumns;
-  const int64_t height = fit > kPanel ? kPanel : fit < 16 ? 16 : fit, count = (job.n + height - 1) / height;
+  const int64_t most = fit > kPanel ? kPanel : fit < 16 ? 16 : fit;
   Scratch x(tiles * kTileRows * width * static_cast<int64_t>(sizeof(T)));
   if (x.as<T>() == nullptr) return NO_MEMORY;
   std::atomic<bool> failed{false};
+  const auto rows_at = [&](int64_t row) { return job.m - row < kTileRows ? job.m - row : kTileRows; };
   parallel_for(tiles, job.threads, [&](int64_t i) {
     Scratch line(width * static_cast<int64_t>(sizeof(T)));
     if (line.as<T>() == nullptr) return void(failed = true);
-    const int64_t row = i * kTileRows, rows = job.m - row < kTileRows ? job.m - row : kTileRows;
-    interleave<P>(job, row, rows, steps, line.as<T>(), x.as<T>() + row * width);
+    const int64_t row = i * kTileRows;
+    interleave<P>(job, row, rows_at(row), steps, line.as<T>(), x.as<T>() + row * width);
   });
-  parallel_for(count, job.threads, [&](int64_t i) {
+  if (failed) return NO_MEMORY;
+  share_columns(job, most, kTileColumns, [&](int64_t start, int64_t end, int64_t) {
     // A tile decodes 16 weights at a time, perhaps past its last step.
-    Scratch memory((height * width + 16 * kTileColumns) * static_cast<int64_t>(sizeof(T)));
+    Scratch memory((kPanel * width + 16 * kTileColumns) * static_cast<int64_t>(sizeof(T)));
     T* panel = memory.as<T>();
     if (panel == nullptr) return void(failed = true);
-    const int64_t start = i * height, end = job.n - start < height ? job.n : start + height;
     for (int64_t c = start; c < end; c += kTileColumns) decode_rows<P>(job, c, steps, panel + (c - start) * width);
     for (int64_t row = 0; row < job.m; row += kTileRows) {
-      const int64_t rows = job.m - row < kTileRows ? job.m - row : kTileRows;
       float sums[kTileRows][kPanel];
       for (int64_t c = start; c < end; c += kTileColumns)
-        tile_of<P>(rows, x.as<T>() + row * width, panel + (c - start) * width, steps, sums[0] + (c - start));
-      for (int64_t r = 0; r < rows; r++) finish(job, row + r, start, sums[r], static_cast<int>(end - start));
+        tile_of<P>(rows_at(row), x.as<T>() + row * width, panel + (c - start) * width, steps, sums[0] + (c - start));
+      for (int64_t r = 0; r < rows_at(row); r++) finish(job, row + r, start, sums[r], static_cast<int>(end - start));
     }
   });
   return failed ? NO_MEMORY : OK;

@@ -71,17 +71,23 @@ struct DequantJob {
   int32_t threads, reserved;
 };
 
-struct LinearJob {
-  const void* x;  // [m, k], dense
-  void* y;        // [m, n]
+struct LinearWeight {
   const uint8_t* packed;
   const uint8_t* scale;
-  const DecodeTable* table;  // without the global scale, which the result is divided by
-  const void* bias;          // [n] or null
-  int64_t m, n, k;
-  int32_t dtype, bias_dtype, block_rows, block_columns;
-  ScaleFormat format;
-  int32_t threads, reserved;
+  const DecodeTable* table;   // without the global scale, which the result is divided by
+  const void* bias;           // [n] or null
+  const float* global_scale;  // one number or null
+  int64_t n, k;
+  int32_t bias_dtype, block_rows, block_columns, reserved;
+  ScaleFormat format;  // its global scale is not looked at
+};
+
+// A weight and the activations it is multiplied with.
+struct LinearJob : LinearWeight {
+  const void* x;  // [m, k], dense
+  void* y;        // [m, n]
+  int64_t m;
+  int32_t dtype, threads;
 };
 
 // Entry points of one instruction level; each works on a part of a job.

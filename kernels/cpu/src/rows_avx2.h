@@ -97,15 +97,13 @@ void direct(const LinearJob& job, const float* x, int64_t stride, int64_t first,
 }
 
 inline int few_rows(const LinearJob& job) {
-  const int64_t chunks = (job.k + kSpan - 1) / kSpan, stride = chunks * kSpan;
+  const int64_t spans = (job.k + kSpan - 1) / kSpan, stride = spans * kSpan;
   Scratch memory(job.m * stride * static_cast<int64_t>(sizeof(float)));
   float* x = memory.as<float>();
   if (x == nullptr) return NO_MEMORY;
-  for (int64_t m = 0; m < job.m; m++) Reordered::row(job, m, chunks, x + m * stride);
-  constexpr int64_t kBytes = 32 << 10;
-  const int64_t rows = kBytes / chunks / 32 + 1;
-  parallel_for((job.n + rows - 1) / rows, job.threads, [&](int64_t task) {
-    const int64_t first = task * rows, last = job.n - first < rows ? job.n : first + rows;
+  for (int64_t m = 0; m < job.m; m++) Reordered::row(job, m, spans, x + m * stride);
+  constexpr int64_t kBytes = 32 << 10;  // of W in one task
+  share_columns(job, kBytes / (stride / 2) + 1, 1, [&](int64_t first, int64_t last, int64_t) {
     switch (job.m) {
       case 1: return direct<1>(job, x, stride, first, last);
       case 2: return direct<2>(job, x, stride, first, last);

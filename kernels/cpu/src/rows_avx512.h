@@ -30,16 +30,24 @@ struct Group {
   }
 };
 
+// Byte 3 of each lane: which of a group's scale codes belongs to the lane, for blocks of 2^shift.
+struct Picks {
+  uint8_t bytes[11][2][64] = {};
+  constexpr Picks() {
+    for (int shift = 3; shift <= 10; shift++)
+      for (int h = 0; h < 2; h++)
+        for (int lane = 0; lane < 16; lane++)
+          bytes[shift][h][4 * lane + 3] = static_cast<uint8_t>((128 * (lane % 2) + 16 * (lane / 2) + 8 * h) >> shift);
+  }
+};
+constexpr Picks kPicks;
+
 // From the scale codes of a group to a factor for each lane.
 class Factors {
  public:
   explicit Factors(const LinearJob& job) : shift_(__builtin_ctz(static_cast<unsigned>(job.block_columns))) {
     const ScaleFormat& f = job.format;
-    uint8_t pick[2][64] = {};
-    for (int h = 0; h < 2; h++)
-      for (int lane = 0; lane < 16; lane++)
-        pick[h][4 * lane + 3] = static_cast<uint8_t>((128 * (lane % 2) + 16 * (lane / 2) + 8 * h) >> shift_);
-    for (int h = 0; h < 2; h++) pick_[h] = _mm512_loadu_si512(pick[h]);
+    for (int h = 0; h < 2; h++) pick_[h] = _mm512_loadu_si512(kPicks.bytes[shift_][h]);
     // A code is an fp32 number whose exponent lacks a constant. Subnormal codes are subnormal numbers.
     align_ = _mm512_set1_epi32(f.mantissa_bits == 0 ? 1 : 4);
     smallest_ = _mm512_set1_epi32(f.mantissa_bits == 0 ? 0x00400000 : 0);
@@ -202,16 +210,20 @@ void turn(const LinearJob& job, int m, const uint16_t* x, const Factors& f, int6
   }
 }
 
+// Where the words of vectors 4 h to 4 h + 3 come from: two stretches of 32, one with b = 0 and one with b = 1.
+struct Orders {
+  uint16_t words[2][32] = {};
+  constexpr Orders() {
+    for (int h = 0; h < 2; h++)
+      for (int j = 0; j < 4; j++)
+        for (int t = 0; t < 8; t++)  // bits of t: i, b, e
+          words[h][8 * j + t] = static_cast<uint16_t>(32 * (t / 2 % 2) + 16 * (t / 4) + 8 * h + 4 * (t % 2) + j);
+  }
+};
+constexpr Orders kOrders;
+
 // Rows of x in the order of a group's weights: [group][vector][row][32], with zeros after the end of a row.
 inline void pack_rows(const uint16_t* x, int64_t rows, int64_t k, uint16_t* out) {
-  __m512i order[2];
-  for (int h = 0; h < 2; h++) {
-    uint16_t from[32];
-    for (int j = 0; j < 4; j++)
-      for (int t = 0; t < 8; t++)  // bits of t: i, b, e
-        from[8 * j + t] = static_cast<uint16_t>(32 * (t / 2 % 2) + 16 * (t / 4) + 8 * h + 4 * (t % 2) + j);
-    order[h] = _mm512_loadu_si512(from);
-  }
   const auto load = [&](int64_t m, int64_t i) {
     const int64_t left = k - i;
     if (left >= 32) return _mm512_loadu_si512(x + m * k + i);
@@ -223,7 +235,7 @@ inline void pack_rows(const uint16_t* x, int64_t rows, int64_t k, uint16_t* out)
         const __m512i a = load(m, i + 32 * quarter), b = load(m, i + 32 * quarter + 128);
         for (int h = 0; h < 2; h++) {
           uint16_t* to = out + i * rows + (4 * h * rows + m) * 32 + 8 * quarter;
-          const __m512i words = _mm512_permutex2var_epi16(a, order[h], b);
+          const __m512i words = _mm512_permutex2var_epi16(a, _mm512_loadu_si512(kOrders.words[h]), b);
           _mm_store_si128(reinterpret_cast<__m128i*>(to), _mm512_castsi512_si128(words));
           _mm_store_si128(reinterpret_cast<__m128i*>(to + rows * 32), _mm512_extracti32x4_epi32(words, 1));
           _mm_store_si128(reinterpret_cast<__m128i*>(to + rows * 64), _mm512_extracti32x4_epi32(words, 2));
@@ -244,16 +256,12 @@ inline int direct(const LinearJob& job) {
     pack_rows(static_cast<const uint16_t*>(job.x) + first * job.k, rows_of(first), job.k, x + first * width);
   });
   const Factors factors(job);
-  // Tasks of about 128 KB of W, and a few of them for each thread.
-  const int64_t most = (128 << 10) / (width / 2), share = job.n / (4 * job.threads);
-  const int64_t columns = ((most < share ? most : share) / kColumns + 1) * kColumns;
-  parallel_for((job.n + columns - 1) / columns, job.threads, [&](int64_t task) {
-    const int64_t first = task * columns, last = job.n - first < columns ? job.n : first + columns;
-    const int64_t ahead = first + columns * job.threads, next = ahead < job.n ? ahead : 0;
+  constexpr int64_t kBytes = 128 << 10;  // of W in one task
+  share_columns(job, kBytes / (width / 2) + 1, kColumns, [&](int64_t first, int64_t last, int64_t next) {
     for (int64_t m = 0; m < job.m; m += height) {
-      const int count = static_cast<int>(rows_of(m));
-      if (job.block_columns == 8) turn<true>(job, count, x + m * width, factors, m, first, last, next);
-      else turn<false>(job, count, x + m * width, factors, m, first, last, next);
+      const int rows = static_cast<int>(rows_of(m));
+      if (job.block_columns == 8) turn<true>(job, rows, x + m * width, factors, m, first, last, next);
+      else turn<false>(job, rows, x + m * width, factors, m, first, last, next);
     }
   });
   return OK;
@@ -309,9 +317,7 @@ inline int direct_singles(const LinearJob& job) {
     Single::load_row(job, m, x + m * stride);
     std::memset(x + m * stride + job.k, 0, (stride - job.k) * 4);
   }
-  const int64_t rows = (32 << 10) / (stride / 2) + 1;
-  parallel_for((job.n + rows - 1) / rows, job.threads, [&](int64_t task) {
-    const int64_t first = task * rows, last = job.n - first < rows ? job.n : first + rows;
+  share_columns(job, (32 << 10) / (stride / 2) + 1, 1, [&](int64_t first, int64_t last, int64_t) {
     for (int64_t row = first; row < last; row++) switch (job.m) {
         case 1: dot_singles<1>(job, x, stride, row); break;
         case 2: dot_singles<2>(job, x, stride, row); break;
