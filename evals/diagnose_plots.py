@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mxquant.analysis.advice import SHARE
+from mxquant.analysis.advice_on_scales import SHARE
 from mxquant.analysis.diagnosis import Diagnosis, Mix
 from mxquant.analysis.errors import MatrixErrors
 from mxquant.analysis.places import place

@@ -6,18 +6,15 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
 
+from mxquant.analysis.advice_on_scales import inversions, large_scales, small_scales
 from mxquant.analysis.defaults import BUDGET, BUDGETS
 from mxquant.analysis.diagnosis import TIE, Diagnosis, Mix
 from mxquant.analysis.errors import MatrixErrors
+from mxquant.analysis.words import name, percent
 from mxquant.formats import QuantScheme
 from mxquant.plan import KNOWN_KINDS
 
-# Scales that are zero or subnormal, or the largest of their format, are worth a word above this share.
-SHARE = 0.01
-# Errors that differ by less are the same.
-_CLOSE = 1 + TIE
 # Errors of projections that differ by less are not worth a word.
 _ALIKE = 1.05
 # A largest weight of this many standard deviations is an outlier: in 2^24 Gaussian weights it is 5.4.
@@ -31,9 +28,9 @@ def advice(d: Diagnosis, mix: Mix) -> list[str]:
     return [
         *_best(d, mix.budget),
         _mixed(d, mix),
-        *_small_scales(d),
-        *_large_scales(d),
-        *_inversions(d),
+        *small_scales(d),
+        *large_scales(d),
+        *inversions(d),
         *_groups(d),
         *_outliers(d),
         *_gaussian(d),
@@ -53,14 +50,14 @@ def _best(d: Diagnosis, wanted: float) -> Iterator[str]:
         named[s].append(f"{b:g}")
     if not named:
         return
-    each = [f"{_name(d, s)} at {' and '.join(numbers)}" for s, numbers in named.items()]
+    each = [f"{name(d, s)} at {' and '.join(numbers)}" for s, numbers in named.items()]
     yield f"Best single scheme for so many bits per weight: {'; '.join(each)}."
     best = d.best(wanted)
     if best is None:
         return
     bits = d.bits_per_weight(best)
     alike = [s for s in d.schemes if s != best and abs(d.bits_per_weight(s) - bits) < 1e-6]
-    close = [s.text for s in alike if d.total_cost(s) <= d.total_cost(best) * _CLOSE]
+    close = [s.text for s in alike if d.total_cost(s) <= d.total_cost(best) * (1 + TIE)]
     if close:
         yield f"As good as {best.text}, within 1%, at the same size: {', '.join(close)}."
     least = d.total_cost(best)
@@ -74,7 +71,7 @@ def _mixed(d: Diagnosis, mix: Mix) -> str:
     counts: dict[QuantScheme, int] = defaultdict(int)
     for t in d.matrices:
         counts[mix.chosen[t.tensor.name]] += t.parameters
-    parts = [f"{s.text} on {_percent(n / d.parameters)}" for s, n in sorted(counts.items(), key=lambda item: -item[1])]
+    parts = [f"{s.text} on {percent(n / d.parameters)}" for s, n in sorted(counts.items(), key=lambda item: -item[1])]
     text = f"A mix at {mix.bits_per_weight:.4g} bits per weight: {', '.join(parts)} of the weights"
     best = d.best(mix.budget)
     if best is None or not d.total_cost(best):
@@ -88,65 +85,7 @@ def _mixed(d: Diagnosis, mix: Mix) -> str:
         else f"mean squared error of the matrices {mix.cost / len(d.matrices):.3g} against "
         f"{d.total_cost(best) / len(d.matrices):.3g}"
     )
-    return f"{text}; {what} for {best.text}, {_percent(saved)} less."
-
-
-def _small_scales(d: Diagnosis) -> Iterator[str]:
-    """Schemes with blocks too small in value for their scales, and the cures among the schemes measured."""
-    for scheme in d.schemes:
-        m, fmt = d.measured(scheme), scheme.scale_format
-        zero, subnormal = m.share(m.stats.zero_scales), m.share(m.stats.subnormal_scales)
-        if zero + subnormal <= SHARE:
-            continue
-        widths = [t.weights.sigma for t in d.matrices]
-        need = scheme.element_format.max * fmt.min_normal
-        cures = [
-            s
-            for s in d.schemes
-            if s.block == scheme.block and s.element == scheme.element and d.measured(s).mse < m.mse / _CLOSE
-        ]
-        cures.sort(key=lambda s: d.measured(s).mse)
-        help_ = f"; use {' or '.join(_name(d, s) for s in cures[:2])}" if cures else _try_others(scheme)
-        yield (
-            f"{_percent(zero + subnormal)} of the {scheme.scale} scales at block {scheme.block_text} are zero "
-            f"({_percent(zero)}) or subnormal ({_percent(subnormal)}), because they need blocks with a weight of "
-            f"{need:.3g} and the matrices' sigma is {_range(widths)}: error {_percent(m.mse**0.5)}{help_}."
-        )
-
-
-def _try_others(scheme: QuantScheme) -> str:
-    other = ["ue5m3 scales"] * (scheme.scale == "e4m3") + ["a global scale"] * (not scheme.global_scale)
-    return f"; try {' or '.join(other)}" if other else ""
-
-
-def _large_scales(d: Diagnosis) -> Iterator[str]:
-    for scheme in d.schemes:
-        m = d.measured(scheme)
-        share = m.share(m.saturated_scales)
-        if share > SHARE:
-            most = max(t.weights.largest for t in d.matrices)
-            holds = scheme.element_format.max * scheme.scale_format.max
-            yield (
-                f"{_percent(share)} of the {scheme.scale} scales at block {scheme.block_text} are the largest there "
-                f"is: weights reach {most:.3g}, the scheme {holds:.3g}; error {_percent(m.mse**0.5)}."
-            )
-
-
-def _inversions(d: Diagnosis) -> Iterator[str]:
-    """Smaller blocks, and more bits, with a larger error."""
-    families: dict[QuantScheme, list[QuantScheme]] = defaultdict(list)
-    for s in d.schemes:
-        if not isinstance(s.block, tuple):
-            families[replace(s, block=2)].append(s)
-    for members in families.values():
-        members.sort(key=lambda s: s.block_shape[1])
-        for small, large in pairwise(members):
-            a, b = d.measured(small).mse, d.measured(large).mse
-            if a > b * _CLOSE:
-                yield (
-                    f"Finer is worse: {small.scale} has error {_percent(a**0.5)} at block {small.block_text} "
-                    f"and {_percent(b**0.5)} at block {large.block_text}, for fewer bits."
-                )
+    return f"{text}; {what} for {best.text}, {percent(saved)} less."
 
 
 def _groups(d: Diagnosis) -> Iterator[str]:
@@ -165,21 +104,21 @@ def _groups(d: Diagnosis) -> Iterator[str]:
         order = sorted(shares, key=lambda g: -shares[g][0] / shares[g][1])
         high, low = order[0], order[-1]
         yield (
-            f"With {best.text}, {high} is the most sensitive for its size: {_percent(shares[high][0])} of the expected "
-            f"KL with {_percent(shares[high][1])} of the weights; {low} the least: {_percent(shares[low][0])} with "
-            f"{_percent(shares[low][1])}."
+            f"With {best.text}, {high} is the most sensitive for its size: {percent(shares[high][0])} of the expected "
+            f"KL with {percent(shares[high][1])} of the weights; {low} the least: {percent(shares[low][0])} with "
+            f"{percent(shares[low][1])}."
         )
         worst = max(d.matrices, key=lambda t: d.cost(t, best))
-        yield f"The most costly matrix is {worst.name}: {_percent(d.cost(worst, best) / total)} of the expected KL."
+        yield f"The most costly matrix is {worst.name}: {percent(d.cost(worst, best) / total)} of the expected KL."
         return
     errors = {g: d.measured(best, ts).mse ** 0.5 for g, ts in d.groups.items()}
     high, low = max(errors, key=lambda g: errors[g]), min(errors, key=lambda g: errors[g])
     if errors[high] <= errors[low] * _ALIKE:
-        yield f"With {best.text} all projections have the same error, up to {_percent(_ALIKE - 1)}."
+        yield f"With {best.text} all projections have the same error, up to {percent(_ALIKE - 1)}."
         return
     yield (
-        f"With {best.text} the error is largest in {high} ({_percent(errors[high])}) and smallest in {low} "
-        f"({_percent(errors[low])})."
+        f"With {best.text} the error is largest in {high} ({percent(errors[high])}) and smallest in {low} "
+        f"({percent(errors[low])})."
     )
 
 
@@ -234,12 +173,12 @@ def _gaussian(d: Diagnosis) -> Iterator[str]:
         return
     near = sum(abs(gap) <= _NEAR for gap in gaps.values()) / len(gaps)
     middle = statistics.median(t.weights.kurtosis for t in d.matrices)
-    name, scheme = max(gaps, key=lambda key: abs(gaps[key]))
-    kurtosis = next(t.weights.kurtosis for t in d.matrices if t.name == name)
+    which, scheme = max(gaps, key=lambda key: abs(gaps[key]))
+    kurtosis = next(t.weights.kurtosis for t in d.matrices if t.name == which)
     yield (
-        f"Squared errors are within {_NEAR:.0%} of those of Gaussian weights in {_percent(near)} of all cases (median "
-        f"kurtosis {middle:.3g}, a Gaussian's is 3); furthest off is {name} with {scheme.text}, by "
-        f"{gaps[name, scheme]:+.0%} (kurtosis {kurtosis:.3g})."
+        f"Squared errors are within {_NEAR:.0%} of those of Gaussian weights in {percent(near)} of all cases (median "
+        f"kurtosis {middle:.3g}, a Gaussian's is 3); furthest off is {which} with {scheme.text}, by "
+        f"{gaps[which, scheme]:+.0%} (kurtosis {kurtosis:.3g})."
     )
 
 
@@ -257,26 +196,9 @@ def _caveats(d: Diagnosis) -> Iterator[str]:
             "as sensitive as the others of their projection."
         )
     if d.sample < 1:
-        yield f"Measured on {_percent(d.sample)} of the rows of each matrix."
+        yield f"Measured on {percent(d.sample)} of the rows of each matrix."
     if d.calibration is None:
         yield (
             "Without calibration each matrix counts the same; --calibration FILE weighs them by what errors in them do "
             "to the model's predictions."
         )
-
-
-def _name(d: Diagnosis, scheme: QuantScheme) -> str:
-    """A scheme with its error, and the expected KL where it is known."""
-    error = f"{scheme.text} (error {_percent(d.measured(scheme).mse ** 0.5)}"
-    return f"{error}, expected KL {d.total_cost(scheme):.3g})" if d.calibration else f"{error})"
-
-
-def _percent(share: float) -> str:
-    """``7.9%``, ``31%``, ``0.02%``: two digits."""
-    value = 100 * share
-    return f"{value:.0f}%" if value >= 99.5 or value == 0 else f"{value:.2g}%"
-
-
-def _range(values: list[float]) -> str:
-    low, high = min(values), max(values)
-    return f"{low:.2g}" if high < 1.05 * low else f"{low:.2g} to {high:.2g}"
