@@ -34,8 +34,8 @@ def inspect_command(path: str, tensor: str | None, headers_only: bool, revision:
     PATH is a folder of safetensors or a hub id. Files are memory-mapped and read once. With TENSOR, the name of
     a tensor or layer, the histograms are of that one.
 
-    Shares are of block scales (zero, subnormal, the largest code) and of elements (zero, the largest code; a large
-    share of the latter means that blocks saturate). A histogram of scales has a bar for each power of two.
+    Shares are of block scales that are zero, subnormal or the largest code, and of elements that are zero or the
+    largest code; many of the last mean that blocks saturate. A histogram of scales has a bar for each power of two.
     """
     if tensor is not None and headers_only:
         raise click.UsageError("--headers-only has nothing to show of one TENSOR")

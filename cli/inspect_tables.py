@@ -19,6 +19,9 @@ from mxquant.inspection.summary import Inspection, WeightSummary
 
 # Wide enough for a line of every table where nobody's terminal sets the width.
 _PIPE_WIDTH = 160
+_WIDE = 150
+_SIZES = ("count", "shape", "bits/w", "size")
+_SHARES = ("zero scale", "subnormal", "max scale", "zero code", "max code")
 _BAR = 40
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 # Long and of no interest here: which layers have which scheme is in the table.
@@ -30,8 +33,8 @@ def print_inspection(found: Inspection) -> None:
     out = new_console(_PIPE_WIDTH)
     for line in _headline(found):
         out.print(line, soft_wrap=True)
-    if found.weights:
-        out.print(_weight_table(found.weights))
+    for table in _weight_tables(found.weights, out.width) if found.weights else []:
+        out.print(table)
     for name, scales in found.scale_stats().items():
         print_scales(out, scales, f"Block scales of {name}")
     out.print(_dense_table(found))
@@ -60,27 +63,46 @@ def _headline(found: Inspection) -> list[str]:
     return lines
 
 
-def _weight_table(weights: list[WeightSummary]) -> Table:
-    read = weights[0].scales is not None
-    shares = ("scales zero", "subnormal", "largest", "codes zero", "largest ") if read else ()
-    table = new_table("Packed weights", ("weight", "scheme"), ("count", "shape", "bits/w", "size", *shares))
-    for pattern, members in _alike((w, w.weight.name, (w.weight.scheme, w.weight.shape)) for w in weights):
-        first = members[0].weight
-        stack = f"{first.experts} x " if first.experts is not None else ""
-        parameters, nbytes = sum(w.weight.parameters for w in members), sum(w.nbytes for w in members)
-        cells = [str(len(members)), f"{stack}{first.shape[0]} x {first.shape[1]}", f"{8 * nbytes / parameters:.3f}"]
-        cells.append(human_bytes(nbytes))
-        if read:
-            scales, elements = ScaleStats(first.scheme.scale_format), ElementStats(first.scheme.element_format)
-            for w in members:
-                assert w.scales is not None
-                assert w.elements is not None
-                scales.merge(w.scales)
-                elements.merge(w.elements)
-            cells += [share(n, scales.count) for n in (scales.zero, scales.subnormal, scales.largest)]
-            cells += [share(n, elements.count) for n in (elements.zero, elements.largest)]
-        table.add_row(pattern.removesuffix(".weight"), first.scheme.name, *cells)
-    return table
+def _weight_tables(weights: list[WeightSummary], width: int) -> list[Table]:
+    """Sizes and shares of the weights by kind: beside each other, or below where the terminal is narrow."""
+    groups = _alike((w, w.weight.name, (w.weight.scheme, w.weight.shape)) for w in weights)
+    names = [(pattern.removesuffix(".weight"), members[0].weight.scheme.name) for pattern, members in groups]
+    sizes = [_sizes(members) for _, members in groups]
+    layout = [(("weight", "scheme"), _SIZES, sizes)]
+    if weights[0].scales is not None:
+        shares = [_shares(members) for _, members in groups]
+        if width >= _WIDE:
+            both = [[*a, *b] for a, b in zip(sizes, shares, strict=True)]
+            layout = [(("weight", "scheme"), (*_SIZES, *_SHARES), both)]
+        else:
+            layout.append((("weight",), _SHARES, shares))
+    tables = []
+    for left, right, cells in layout:
+        table = new_table("Packed weights" if not tables else "", left, right)
+        for name, row in zip(names, cells, strict=True):
+            table.add_row(*name[: len(left)], *row)
+        tables.append(table)
+    return tables
+
+
+def _sizes(members: list[WeightSummary]) -> list[str]:
+    first = members[0].weight
+    stack = f"{first.experts} x " if first.experts is not None else ""
+    parameters, nbytes = sum(w.weight.parameters for w in members), sum(w.nbytes for w in members)
+    shape = f"{stack}{first.shape[0]} x {first.shape[1]}"
+    return [str(len(members)), shape, f"{8 * nbytes / parameters:.3f}", human_bytes(nbytes)]
+
+
+def _shares(members: list[WeightSummary]) -> list[str]:
+    scheme = members[0].weight.scheme
+    scales, elements = ScaleStats(scheme.scale_format), ElementStats(scheme.element_format)
+    for w in members:
+        assert w.scales is not None
+        assert w.elements is not None
+        scales.merge(w.scales)
+        elements.merge(w.elements)
+    of_scales = [share(n, scales.count) for n in (scales.zero, scales.subnormal, scales.largest)]
+    return of_scales + [share(n, elements.count) for n in (elements.zero, elements.largest)]
 
 
 def _dense_table(found: Inspection) -> Table:

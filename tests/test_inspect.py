@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 import mxquant
@@ -293,6 +295,21 @@ def test_what_is_wrong_shows(fault, tmp_path):
     write(tmp_path, {f"a.b.{name}": t for name, t in tensors.items()}, config)
     text = run("inspect", tmp_path, "a.b").stdout
     assert ("invalid" if fault == "NaN" else "zero ") in text
+
+
+def test_tables_keep_their_names_in_a_narrow_terminal(tmp_path):
+    from mxquant.cli.inspect_tables import _weight_tables
+
+    mxquant.quantize_model(mxquant.bundled.path(), tmp_path / "q", "nvfp4")
+    weights = inspect_checkpoint(Checkpoint(tmp_path / "q")).weights
+    for width, count in [(80, 2), (160, 1)]:
+        tables = _weight_tables(weights, width)
+        assert len(tables) == count
+        for table in tables:
+            out = Console(width=width, file=io.StringIO())
+            out.print(table)
+            text = out.file.getvalue()
+            assert "…" not in text
 
 
 def test_bars_and_shares_do_not_hide_what_is_small():
