@@ -27,7 +27,7 @@ from mxquant.evals.diagnose_plots import plot_diagnosis
 from mxquant.evals.sweep.grid import Grid
 from mxquant.evals.sweep.inversions import lines_of
 from mxquant.evals.sweep.plots import KL, PERPLEXITY, Panel, draw
-from mxquant.evals.sweep.report import measured_on, sentences
+from mxquant.evals.sweep.report import measured_on, sentences, to_csv
 from mxquant.evals.sweep.run import Sweep, sweep
 from mxquant.evals.sweep.work import Done, SweepSettings
 from mxquant.evals.text import load_text
@@ -35,6 +35,7 @@ from mxquant.evals.theory_plots import plot_error_curves, plot_parts
 from mxquant.evals.theory_report import study
 from mxquant.formats import QuantScheme
 
+RESULTS = Path(__file__).resolve().parent / "results"
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
 NARROWER = 16
 GRID = Grid(
@@ -81,7 +82,8 @@ def inversion(out: Path, windows: int, copy: Path, moved: list[Moved]) -> None:
             for title, found in zip(titles, (trained, narrow), strict=True)
         ]
         draw(panels, out / f"{name}.png", metrics, caption.format(what))
-    for title, found in zip(titles, (trained, narrow), strict=True):
+    for name, title, found in zip(("bundled", "bundled-narrow"), titles, (trained, narrow), strict=True):
+        (RESULTS / f"sweep-{name}.csv").write_text(to_csv(found))
         print(title)
         print("\n".join(f"  {line}" for line in sentences(found)))
 

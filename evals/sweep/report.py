@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mxquant.evals.report import with_error
@@ -123,7 +124,7 @@ def measured_on(sweep: Sweep) -> str:
     note = f" ({sweep.text.note})" if sweep.text.note else ""
     s = sweep.settings
     windows = f"{s['windows']} window{'s' * (s['windows'] != 1)} of {s['seq_len']} tokens"
-    text = f"text {sweep.text.name}{note}, sha256 {sweep.text.sha256[:16]}"
+    text = f"text {Path(sweep.text.name).name}{note}, sha256 {sweep.text.sha256[:16]}"
     return f"{sweep.model} in {sweep.about['dtype']}; {text}, {windows}."
 
 
