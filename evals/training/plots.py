@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mxquant.evals.training.report import baseline_of
+from mxquant.evals.training.report import baseline_of, rows
 from mxquant.evals.training.study import Study
 from mxquant.training.run import RunResult
 
@@ -44,6 +44,41 @@ def plot_study(study: Study, path: str | Path) -> None:
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=min(len(labels), 6), fontsize=9, frameon=False)
     figure.supxlabel(_caption(study), fontsize=7, color="#555555", x=0.01, ha="left")
+    figure.savefig(path, dpi=150)
+
+
+def plot_gaps(study: Study, path: str | Path, labels: dict[str, str] | None = None) -> None:
+    """How far each recipe's final loss is above the baseline's, in percent, with its interval over seeds.
+
+    ``labels``: what to call recipes. Those that always diverged are named without a mark.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    compared = [row for row in rows(study) if row.recipe != baseline_of(study)]
+    figure = Figure(figsize=(9.5, 1.6 + 0.42 * len(compared)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, 2, sharey=True)
+    for axis, name, title in zip(axes, ("gap", "eval_gap"), ("training loss", "held-out loss"), strict=True):
+        axis.set_title(f"{title} above {baseline_of(study)}, %", fontsize=10)
+        axis.axvline(0, color=_BASELINE, linewidth=1)
+        for y, row in enumerate(compared):
+            if (gap := getattr(row, name)) is None:
+                continue
+            color, half = _color(study, row.recipe), gap.half_width or 0.0
+            axis.plot([gap.mean - half, gap.mean + half], [y, y], color=color, linewidth=1.5)
+            axis.plot([gap.mean], [y], "o", color=color, markersize=6)
+            axis.annotate(
+                f"{gap.mean:+.2f}", (gap.mean, y), (0, 6), textcoords="offset points", ha="center", fontsize=8
+            )
+        axis.grid(axis="x", color="#e6e6e6", linewidth=0.8)
+        axis.set_axisbelow(True)
+        axis.tick_params(labelsize=9, length=0)
+        for side in ("top", "right", "left"):
+            axis.spines[side].set_visible(False)
+    axes[0].set_yticks(range(len(compared)), [(labels or {}).get(row.recipe, row.recipe) for row in compared])
+    axes[0].set_ylim(len(compared) - 0.4, -0.7)
+    figure.supxlabel(_caption(study, "Bars: 95 % confidence"), fontsize=7, color="#555555", x=0.01, ha="left")
     figure.savefig(path, dpi=150)
 
 
@@ -99,8 +134,8 @@ def _draw_saturated(axis: Any, study: Study) -> None:
 
 def _draw_monitored(axis: Any, study: Study, what: str) -> None:
     for name, runs in _runs(study):
-        rows = [row for row in runs[0].curve if what in row]
-        steps, values = [row["step"] for row in rows], [row[what] for row in rows]
+        seen = [row for row in runs[0].curve if what in row]
+        steps, values = [row["step"] for row in seen], [row[what] for row in seen]
         axis.plot(steps, values, color=_color(study, name), linewidth=1.5, clip_on=False)  # zero is on the frame
     axis.set_ylim(bottom=0)
 
@@ -123,12 +158,16 @@ def _smooth(losses: Sequence[float], study: Study) -> np.ndarray:
     return (sums[ends] - sums[starts]) / (ends - starts)
 
 
-def _caption(study: Study) -> str:
-    settings, seeds = study.plan.settings, study.plan.seeds
-    width = max(1, round(settings.steps * _SMOOTHING))
-    text = (
+def _caption(study: Study, what: str | None = None) -> str:
+    """What was trained, on what and how; ``what`` the picture shows, if not curves."""
+    settings, seeds = study.plan.settings, len(study.plan.seeds)
+    if what is None:
+        width = max(1, round(settings.steps * _SMOOTHING))
+        shown = f"Means over {width} steps" + (f" and {seeds} seeds, their range shaded." if seeds > 1 else ".")
+    else:
+        shown = f"{what} over {seeds} seeds, paired."
+    return (
         f"{study.plan.source.name}, {study.parameters:,} parameters; {study.plan.text.name} text, "
-        f"{study.tokens_a_step():,} tokens a step, peak learning rate {settings.lr:g}, products in {settings.dtype}. "
-        f"Means over {width} steps"
+        f"{settings.steps} steps of {study.tokens_a_step():,} tokens, peak learning rate {settings.lr:g}, "
+        f"products in {settings.dtype}. {shown}"
     )
-    return text + (f" and {len(seeds)} seeds, their range shaded." if len(seeds) > 1 else ".")

@@ -86,7 +86,7 @@ def rows(study: Study) -> list[Row]:
 
 def _row(recipe: str, runs: list[RunResult], baseline: dict[int, RunResult]) -> Row:
     whole = [run for run in runs if run.problem is None]
-    seconds = [run.seconds / run.steps for run in whole if run.steps]
+    seconds = [run.seconds_a_step for run in whole if run.seconds_a_step]
     return Row(
         recipe,
         len(runs),

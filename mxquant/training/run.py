@@ -72,6 +72,7 @@ class RunResult:
     (``step``, ``eval_loss``). ``loss``: mean of the last tenth of the steps. ``eval_loss``: at the end, with
     the forward of training. ``packed_loss``: with its weights and activations in high precision, as the
     quantized checkpoint has it; None for recipes that quantize nothing. ``problem``: how it diverged.
+    ``seconds_a_step``: of the steps made since the run was last taken up, evaluations between them included.
     """
 
     recipe: str
@@ -82,7 +83,7 @@ class RunResult:
     eval_loss: float | None = None
     packed_loss: float | None = None
     problem: str | None = None
-    seconds: float = 0.0
+    seconds_a_step: float | None = None
 
     @property
     def losses(self) -> list[float]:
@@ -143,12 +144,15 @@ def train(
     trainer, monitor, check = _trainer(model, windows, eval_windows, settings, folder)
     if report is not None:
         trainer.add_callback(callbacks.ProgressCallback(report))
+    before = 0 if checkpoint is None else int(checkpoint.name.rpartition("-")[2])
     started = time.perf_counter()
     try:
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     finally:
         monitor.close()
     result = RunResult(recipe.name, settings.seed, trainer.state.global_step, problem=check.problem)
+    if made := result.steps - before:
+        result.seconds_a_step = (time.perf_counter() - started) / made
     if check.problem is None:
         if eval_windows is not None and "eval_loss" not in trainer.state.log_history[-2]:
             trainer.evaluate()
@@ -158,7 +162,6 @@ def train(
         trainer.save_model(str(folder))
         if trainer.is_world_process_zero() and recipe.quantizes:
             (folder / QUANT_RECIPE).write_text(weights_as_yaml(recipe, blocks))
-    result.seconds = time.perf_counter() - started
     result.curve = [_tidy(row) for row in trainer.state.log_history if _CURVE & row.keys()]
     result.finish()
     if trainer.is_world_process_zero():
