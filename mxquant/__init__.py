@@ -26,12 +26,12 @@ _EXPORTS = {
 }
 
 # Submodules that `import mxquant` makes available, e.g. `mxquant.theory.mse`.
-_SUBMODULES = ("theory",)
+_SUBMODULES = ("theory", "training")
 
 __all__ = ["__version__", *_EXPORTS, *_SUBMODULES]
 
 if TYPE_CHECKING:
-    from mxquant import theory
+    from mxquant import theory, training
     from mxquant.activations import ActivationScheme
     from mxquant.densify import dequantize_model
     from mxquant.errors import MXQuantError
