@@ -19,16 +19,19 @@ CHECK_PYTHON = import sys; sys.exit("mxquant needs Python 3.11 or newer: make PY
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format bench wheel sanitize clean distclean
+.PHONY: help demo test test-reference lint format bench wheel sanitize clean distclean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' Makefile
 
 demo: $(VENV)/.installed-test  ## quantize the bundled model four ways, evaluate and compare
 	$(VENV)/bin/mxquant demo --out out/demo
 
 test: $(VENV)/.installed-test  ## run the tests
 	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+test-reference: $(VENV)/.installed-test  ## run the tests without the compiled kernels
+	MXQUANT_CPU_LIBRARY=none $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev  ## check style and type hints
 	$(VENV)/bin/ruff check .

@@ -58,8 +58,9 @@ def bench_command(model: str | None, shapes: tuple[tuple[int, int, int], ...], *
     """Time packed linear layers against dense ones, and against what the machine can do.
 
     The shapes are those of MODEL's linear layers (its config is enough) or of --shape. Ceilings are measured:
-    the bandwidth of a copy, and a large dense product. The error is that of the product with the
-    dequantized weight, so it says how exact the kernel is, not the format.
+    the bandwidth of a copy, a large dense product, and on CPUs the instruction that the kernels multiply with.
+    Caches are cleared before each call. The error is that of the product with the dequantized weight, so it
+    says how exact the kernel is, not the format.
     """
     import torch
 
@@ -127,6 +128,8 @@ def _record(results: list[Speed], top: Ceilings, scheme: str, dtype: str, device
         "dtype": dtype,
         "copy_bandwidth": top.bandwidth,
         "dense_flops": top.flops,
+        "instruction": top.instruction,
+        "instruction_flops": top.instruction_flops,
         "results": [r.to_dict() for r in results],
     }
 
@@ -143,8 +146,10 @@ def _print_table(jobs: list[tuple[Shape, int]], results: list[Speed], top: Ceili
         rates = (f"{r.flops / 1e12:.3g}", f"{r.bandwidth / 1e9:.3g}", f"{r.of_ceiling:.0%}", f"{r.error:.1e}")
         table.add_row(name, r.served_by, str(r.m), str(r.n), str(r.k), *numbers, *rates)
     new_console().print(table)
-    line = f"Ceilings: copy {top.bandwidth / 1e9:.3g} GB/s, dense product {top.flops / 1e12:.3g} TFLOP/s."
-    new_console().print(line)
+    ceilings = [f"copy {top.bandwidth / 1e9:.3g} GB/s", f"dense product {top.flops / 1e12:.3g} TFLOP/s"]
+    if top.instruction_flops:
+        ceilings.append(f"{top.instruction} on registers {top.instruction_flops / 1e12:.3g} TFLOP/s")
+    new_console().print(f"Ceilings: {', '.join(ceilings)}.")
 
 
 def _print_reasons(found: list[dict[str, Any]]) -> None:

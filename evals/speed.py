@@ -22,6 +22,7 @@ from mxquant.formats import QuantScheme
 from mxquant.ops import explain, linear, quantize
 
 _SECONDS = 0.2  # of measuring, for each product
+_CACHES = 96 << 20  # bytes, more than the caches of a CPU hold
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,19 @@ class Shape:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Bytes a second that a copy reads and writes, and floating-point operations a second of a dense product."""
+    """Bytes a second that a copy reads and writes, and floating-point operations a second of a dense product.
+
+    On CPUs also those of ``instruction``, with which the kernels multiply, on registers alone; None elsewhere.
+    """
 
     bandwidth: float
     flops: float
+    instruction: str | None = None
+    instruction_flops: float | None = None
+
+    @property
+    def most_flops(self) -> float:
+        return max(self.flops, self.instruction_flops or 0)
 
 
 @dataclass(frozen=True)
@@ -107,14 +117,25 @@ def explain_shapes(
 
 
 def measure_ceilings(dtype: torch.dtype, device: torch.device) -> Ceilings:
-    """A copy of 256 MiB (64 on a CPU) and a product of 8192 (1024) squared."""
+    """A copy of 256 MiB (64 on a CPU), a product of 8192 (1024) squared, and on CPUs the kernels' instruction."""
     gpu = device.type == "cuda"
     source = torch.empty((256 if gpu else 64) << 20, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     size = 8192 if gpu else 1024
     a = torch.randn(size, size, dtype=dtype, device=device)
     copied = 2 * source.numel() / seconds(lambda: target.copy_(source), device)
-    return Ceilings(copied, 2 * size**3 / seconds(lambda: F.linear(a, a), device))
+    flops = 2 * size**3 / seconds(lambda: F.linear(a, a), device)
+    library = cpu_library() if device.type == "cpu" else None
+    if library is None:
+        return Ceilings(copied, flops)
+    return Ceilings(copied, flops, library.product_instruction(dtype), library.peak_flops(dtype))
+
+
+def cpu_library() -> Any:
+    """The compiled kernels for CPUs, or None."""
+    from mxquant.kernels.cpu import library
+
+    return None if isinstance(library.load(), str) else library
 
 
 def measure(
@@ -129,24 +150,39 @@ def measure(
     some = torch.arange(0, n, max(1, n // 256), device=device)
     exact = x.double() @ q.dequantize()[some].double().T
     error = float((y[:, some].double() - exact).norm() / exact.norm())
-    taken = seconds(lambda: linear(x, q), device)
-    dense = seconds(lambda: F.linear(x, w), device)
+    taken, dense = turns(device, lambda: linear(x, q), lambda: F.linear(x, w))
     size = q.nbytes + x.numel() * x.element_size() + y.numel() * y.element_size()
     by, why = explain("linear", x, (n, k), scheme, device_type=device.type)
-    ideal = max(size / top.bandwidth, 2 * m * n * k / top.flops)
+    ideal = max(size / top.bandwidth, 2 * m * n * k / top.most_flops)
     return Speed(name, m, n, k, by, why, taken, dense, size, error, ideal / taken)
 
 
 def seconds(function: Callable[[], object], device: torch.device) -> float:
-    """Median time of a call; on a GPU with its caches cleared in between."""
-    function()
-    if device.type != "cuda":
-        times: list[float] = []
-        while len(times) < 3 or (sum(times) < _SECONDS and len(times) < 1000):
+    """Median time of a call; see :func:`turns`."""
+    return turns(device, function)[0]
+
+
+def turns(device: torch.device, *functions: Callable[[], object]) -> list[float]:
+    """Median time of a call of each, with the caches cleared before it, as the next layer of a model finds them.
+
+    On a CPU they take turns, so that whatever else the machine does hits all alike.
+    """
+    if device.type == "cuda":
+        return [_seconds_cuda(function, device) for function in functions]
+    flush = torch.zeros(_CACHES, dtype=torch.uint8)
+    times: list[list[float]] = [[] for _ in functions]
+    for function in functions:
+        function()
+    while len(times[0]) < 3 or (sum(map(sum, times)) < _SECONDS * len(functions) and len(times[0]) < 30):
+        for function, taken in zip(functions, times, strict=True):
+            flush.add_(1)
             start = time.perf_counter()
             function()
-            times.append(time.perf_counter() - start)
-        return median(times)
+            taken.append(time.perf_counter() - start)
+    return [median(taken) for taken in times]
+
+
+def _seconds_cuda(function: Callable[[], object], device: torch.device) -> float:
     flush = torch.empty(256 << 20, dtype=torch.uint8, device=device)
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(30)]
     for _ in range(5):
@@ -170,9 +206,11 @@ def plot_roofline(results: Sequence[Speed], top: Ceilings, path: Path, title: st
     FigureCanvasAgg(figure)
     axis = figure.subplots()
     intensity = [2 * r.m * r.n * r.k / r.bytes for r in results]
-    low, ridge = min(intensity) / 2, top.flops / top.bandwidth
+    low, ridge = min(intensity) / 2, top.most_flops / top.bandwidth
     xs = [low, ridge, max(*intensity, ridge) * 2]
-    axis.plot(xs, [min(top.flops, x * top.bandwidth) / 1e12 for x in xs], color="#555555", label="measured ceilings")
+    axis.plot(
+        xs, [min(top.most_flops, x * top.bandwidth) / 1e12 for x in xs], color="#555555", label="measured ceilings"
+    )
     colors = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
     for number, m in enumerate(dict.fromkeys(r.m for r in results)):
         chosen = [(i, r) for i, r in zip(intensity, results, strict=True) if r.m == m]

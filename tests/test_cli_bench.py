@@ -8,6 +8,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from mxquant import ops
 from mxquant.cli.main import main
 from mxquant.evals import speed
 from mxquant.formats import QuantScheme
@@ -33,6 +34,9 @@ def test_a_shape_is_measured_against_dense_and_ceilings(tmp_path):
     assert row["error"] < 1e-5
     assert row["speedup"] == pytest.approx(row["dense_seconds"] / row["seconds"])
     assert record["scheme"] == "fp4-ue5m3-b16"
+    if ops.backend("cpu") is not None:
+        assert record["instruction"] in text
+        assert record["instruction_flops"] > row["flops"]
 
 
 def test_the_shapes_of_a_model_come_from_its_config_alone(make_checkpoint, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from click.testing import CliRunner
 
 from mxquant.cli.env import describe
@@ -34,6 +35,8 @@ def test_env_says_what_a_missing_library_costs_and_how_to_get_it(monkeypatch, tm
 
 
 def test_env_says_that_the_environment_turned_kernels_off(monkeypatch):
+    if isinstance(library.load(), str):
+        pytest.skip("no compiled kernels here")
     monkeypatch.setenv("MXQUANT_KERNELS", "reference")
     kernels = describe()["cpu_kernels"]
     assert kernels["level"] is None

@@ -281,3 +281,13 @@ def test_gradients_are_those_of_the_dense_layer(level):
     F.linear(x, q.dequantize(), bias).square().sum().backward()
     for a, b in zip(ours, (x.grad, bias.grad), strict=True):
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_the_peak_counts_what_it_does(level):
+    multiply = L.library().mxq_multiply
+    for dtype in (0, 1, 2):
+        one = multiply(dtype, 1, 1)
+        assert one > 0
+        assert multiply(dtype, 100, 3) == 300 * one
+    assert multiply(3, 1, 1) == multiply(0, 0, 1) == multiply(0, 1, 0) == 0
+    assert L.peak_flops(torch.bfloat16, seconds=0.01) > 1e8

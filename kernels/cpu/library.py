@@ -1,13 +1,15 @@
 """The compiled library: finding it, its structures (see src/mxq.h) and its instruction level.
 
 ``MXQUANT_CPU=avx512|avx2|portable`` forces a level, for tests and for comparing;
-``MXQUANT_CPU_LIBRARY`` names another library to load, such as one built with sanitizers.
+``MXQUANT_CPU_LIBRARY`` names another library to load, such as one built with sanitizers, or none at
+all if there is no such file.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import time
 from ctypes import POINTER, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
 from functools import lru_cache
 from pathlib import Path
@@ -84,6 +86,7 @@ def load() -> ctypes.CDLL | str:
         ("mxq_set_level", (c_int32,)),
     ):
         getattr(lib, name).argtypes = arguments
+    lib.mxq_multiply.argtypes, lib.mxq_multiply.restype = (c_int32, c_int64, c_int32), c_double
     wanted = os.environ.get("MXQUANT_CPU")
     if wanted and (wanted not in LEVELS or lib.mxq_set_level(LEVELS.index(wanted)) != OK):
         return f"MXQUANT_CPU={wanted}: not one of {', '.join(LEVELS)}, or not a level of this processor"
@@ -126,3 +129,20 @@ def table(function: str, fmt: ScaleFormat, dtype: torch.dtype, size: int) -> tor
     aligned = memory[-memory.data_ptr() % 64 :][:size]
     check(getattr(library(), function)(fmt, DTYPES[dtype], aligned.data_ptr()))
     return aligned
+
+
+def product_instruction(dtype: torch.dtype) -> str:
+    """What linear multiplies activations of ``dtype`` with."""
+    if level() == "portable":
+        return "products and sums of C++"
+    return "vdpbf16ps" if level() == "avx512" and dtype == torch.bfloat16 else "vfmadd"
+
+
+def peak_flops(dtype: torch.dtype, seconds: float = 0.2) -> float:
+    """Operations a second that :func:`product_instruction` reaches on registers alone."""
+    threads, rounds, best, end = torch.get_num_threads(), 20_000, 0.0, time.perf_counter() + seconds
+    while time.perf_counter() < end or best == 0:
+        start = time.perf_counter()
+        operations = library().mxq_multiply(DTYPES[dtype], rounds, threads)
+        best = max(best, operations / (time.perf_counter() - start))
+    return best

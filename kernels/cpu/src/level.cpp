@@ -36,7 +36,35 @@ int linear_all(const LinearJob* job) {
   return panels<Single>(*job);
 }
 
-constexpr Kernels kKernels{quantize_part, dequantize_part, linear_all};
+// Products and sums in registers, of the kind that linear has for a dtype; returns how many.
+template <class P>
+double multiply(int64_t rounds) {
+  constexpr int kSums = 12;     // more than a product takes cycles, times what starts in one
+  volatile float unknown = 0;  // to the compiler, which would take all sums for one
+  alignas(64) typename P::T operand[64];
+  for (auto& x : operand) x = static_cast<typename P::T>(unknown);
+  F::V sum[kSums];
+#pragma GCC unroll 16
+  for (auto& s : sum) s = F::set1(unknown);
+  const auto w = P::load(operand);
+  for (int64_t i = 0; i < rounds; i++) {
+#pragma GCC unroll 16
+    for (auto& s : sum) s = P::dot(s, operand, w);
+  }
+  float all = 0;
+#pragma GCC unroll 16
+  for (auto& s : sum) all += F::sum(s);
+  return 2.0 * static_cast<double>(rounds) * kSums * P::STEP + all;  // the sums are zero
+}
+
+double multiply_all(int dtype, int64_t rounds) {
+#if MXQ_LEVEL == AVX512_LEVEL
+  if (dtype == BF16) return multiply<Half>(rounds);
+#endif
+  return dtype < F32 ? 0 : multiply<Single>(rounds);
+}
+
+constexpr Kernels kKernels{quantize_part, dequantize_part, linear_all, multiply_all};
 
 }  // namespace
 

@@ -96,6 +96,7 @@ struct Kernels {
   int (*quantize)(QuantJob* job, int64_t first, int64_t last);
   int (*dequantize)(const DequantJob* job, int64_t first_row, int64_t last_row);
   int (*linear)(const LinearJob* job);
+  double (*multiply)(int dtype, int64_t rounds);  // see mxq_multiply
 };
 const Kernels& portable_kernels();
 const Kernels& avx2_kernels();
