@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mxquant.activations import NONE
 from mxquant.checkpoint import compressed_tensors, native
 from mxquant.checkpoint.gpt_oss import GptOssCheckpoint
@@ -125,12 +127,14 @@ def make_plan(
     problems += _check_coverage(tensors, recipe, allow_dense)
     if problems:
         raise PlanError(problems)
+    twice = _stored_twice(checkpoint, tensors, parameters, mapper)
+    tensors = [t for t in tensors if t.name not in twice]
     on_disk, why = _choose_format([t for t in tensors if t.scheme], recipe)
     for t in tensors:
         t.outputs = _outputs(t, on_disk)
     shards = plan_shards([t.outputs for t in tensors], max_shard_bytes)
     config = _quantization_config(tensors, on_disk, recipe)
-    present = {mapper(name) for name in checkpoint.tensors}
+    present = {mapper(name) for name in checkpoint.tensors if name not in twice}
     tied = {p.name: p.tied_to for p in parameters.values() if p.tied_to and p.name not in present}
     return QuantPlan(
         checkpoint.folder,
@@ -144,6 +148,25 @@ def make_plan(
         activations=activations_text(recipe.activations),
         kv_cache=activations_text(recipe.kv_cache),
     )
+
+
+def _stored_twice(
+    checkpoint: Checkpoint, tensors: list[TensorPlan], parameters: dict[str, Parameter], mapper: NameMapper
+) -> set[str]:
+    """Tensors that the model ties to another one which the files hold as well, with the same bytes.
+
+    They are written once. What differs is copied as it is: the loader decides what becomes of it.
+    """
+    names = {mapper(t.name): t.name for t in tensors}
+    found = set()
+    for target, name in names.items():
+        parameter = parameters.get(target or "")
+        twin = names.get(parameter.tied_to) if parameter and parameter.tied_to else None
+        if twin and checkpoint.tensors[name].shape == checkpoint.tensors[twin].shape:
+            one, other = checkpoint.read(name), checkpoint.read(twin)
+            if one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
+                found.add(name)
+    return found
 
 
 def check_not_quantized(checkpoint: Checkpoint) -> None:

@@ -82,6 +82,18 @@ def test_an_included_head_is_quantized_and_a_tied_one_never(make_checkpoint, tmp
         )
 
 
+@pytest.mark.parametrize("same", [True, False])
+def test_a_tied_weight_that_is_stored_twice_is_written_once_if_it_is_the_same(same, make_checkpoint, tmp_path):
+    shutil.copytree(make_checkpoint("llama-tied"), tmp_path / "source")
+    tensors = _tensors(tmp_path / "source")
+    embedding = next(name for name in tensors if "embed_tokens" in name)
+    tensors["lm_head.weight"] = tensors[embedding].clone() + (0 if same else 1)
+    save_file(tensors, tmp_path / "source" / "model.safetensors", metadata={"format": "pt"})
+    report = mxquant.quantize_model(tmp_path / "source", tmp_path / "out", UE5M3)
+    assert ("lm_head.weight" in _tensors(tmp_path / "out")) == (not same)
+    assert report.plan.tied == ({"lm_head.weight": embedding} if same else {})
+
+
 def test_fused_projections_share_the_global_scale_of_their_largest_weight(make_checkpoint, tmp_path):
     source = make_checkpoint("llama-even")
     mxquant.quantize_model(source, tmp_path / "out", QuantScheme.preset("nvfp4"))
