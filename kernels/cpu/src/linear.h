@@ -36,6 +36,12 @@ inline void finish(const LinearJob& job, int64_t row, int64_t column, float* sum
     for (int i = 0; i < count; i++) y[i] = to_f16(sums[i]);
 }
 
+inline void find_rows(const LinearJob& job, int64_t first, int64_t last) {
+  const int64_t row_bytes = (job.k + 1) / 2, blocks = (job.k + job.block_columns - 1) / job.block_columns;
+  find_pages(job.packed + first * row_bytes, (last - first) * row_bytes);
+  find_pages(job.scale + first / job.block_rows * blocks, (last - first) * blocks / job.block_rows);
+}
+
 // Calls body(first column, last column, what the thread will probably do next) for all columns, `most`
 // of them at a time or fewer, in multiples of `unit`.
 template <class F>
@@ -43,8 +49,11 @@ void share_columns(const LinearJob& job, int64_t most, int64_t unit, F&& body) {
   const int64_t share = job.n / (4 * job.threads) / unit + 1, whole = (most + unit - 1) / unit;  // a few tasks for each thread
   const int64_t size = (share < whole ? share : whole) * unit;
   parallel_for((job.n + size - 1) / size, job.threads, [&](int64_t task) {
-    const int64_t first = task * size, next = first + size * job.threads;
-    body(first, job.n - first < size ? job.n : first + size, next < job.n ? next : 0);
+    const int64_t first = task * size, last = job.n - first < size ? job.n : first + size;
+    const int64_t after = first + size * job.threads, next = after < job.n ? after : 0;
+    find_rows(job, first, last);
+    find_rows(job, next, job.n - next < size ? job.n : next + size);
+    body(first, last, next);
   });
 }
 

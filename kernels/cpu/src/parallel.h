@@ -19,6 +19,22 @@ void parallel_for(int64_t tasks, int threads, F&& body) {
   parallel_tasks(tasks, threads, [](void* context, int64_t task) { (*static_cast<Body*>(context))(task); }, &body);
 }
 
+// Asks for a cache line that will be needed in a while. The compilers' own builtin would do, but GCC
+// takes a call of a function that does no more than prefetch for dead code.
+inline void ask_for(const void* p) {
+#if defined(__x86_64__)
+  asm volatile("prefetcht1 %0" : : "m"(*static_cast<const char*>(p)));
+#else
+  __builtin_prefetch(p, 0, 2);
+#endif
+}
+
+// Has addresses translated that will be needed soon. For a page that was not in use lately that is a walk
+// through tables in memory, and whatever asks for an address first waits for it; several at once wait together.
+inline void find_pages(const void* start, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 4096) ask_for(static_cast<const char*>(start) + i);
+}
+
 // Default rounding and no flushing of subnormals while it lives, whatever torch.set_flush_denormal did.
 class FloatControl {
  public:

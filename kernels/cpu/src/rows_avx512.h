@@ -112,14 +112,12 @@ inline void add_group(const Group* w, const __m256i* codes, const uint16_t* x, c
 struct Ahead {
   const uint8_t *packed, *scale;
   int64_t scale_step;
-  // Inlined by force: GCC takes a call of a function that does no more than this for dead code.
-  __attribute__((always_inline)) void ask() {
-    _mm_prefetch(reinterpret_cast<const char*>(packed), _MM_HINT_T1);
-    _mm_prefetch(reinterpret_cast<const char*>(packed + 64), _MM_HINT_T1);
+  void ask() {
+    ask_for(packed), ask_for(packed + 64);
     packed += 128;
   }
-  __attribute__((always_inline)) void ask_scales() {
-    _mm_prefetch(reinterpret_cast<const char*>(scale), _MM_HINT_T1);
+  void ask_scales() {
+    ask_for(scale);
     scale += scale_step;
   }
 };
