@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens per second of a packed model beside its dense form, on the CPU.
+
+    python benchmarks/generate_speed.py --model MODEL [--packed FOLDER] [--tokens 40] [--repeats 7]
+
+Both are loaded by transformers in bf16 and continue the same prompt greedily, taking turns. Without
+``--packed`` the model is quantized to ue5m3/16 first. Embeddings and the output head are dense in both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import describe, print_table, write_json
+from transformers import AutoModelForCausalLM, logging
+
+import mxquant
+
+HERE = Path(__file__).parent
+PROMPT = 16  # tokens
+
+
+def measure_generation(model: str, packed: Path | None, tokens: int, repeats: int) -> dict[str, Any]:
+    """Median tokens a second of both, and the median of the ratios of neighbouring turns."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory() as folder:
+        if packed is None:
+            packed = Path(folder) / "packed"
+            mxquant.quantize_model(model, packed, mxquant.QuantScheme())
+        models = {
+            name: AutoModelForCausalLM.from_pretrained(where, dtype=torch.bfloat16).eval()
+            for name, where in (("dense", model), ("packed", packed))
+        }
+    times: dict[str, list[float]] = {name: [] for name in models}
+    for turn in range(repeats + 1):
+        for name, m in models.items():
+            taken = _generate(m, tokens)
+            if turn:
+                times[name].append(taken)
+    ratios = [d / p for d, p in zip(times["dense"], times["packed"], strict=True)]
+    return {
+        "model": Path(model).name,
+        "layers": sum(isinstance(m, mxquant.QuantLinear) for m in models["packed"].modules()),
+        "tokens": tokens,
+        **{f"{name}_tokens_per_second": tokens / statistics.median(taken) for name, taken in times.items()},
+        "ratio": statistics.median(ratios),
+    }
+
+
+def _generate(model: Any, tokens: int) -> float:
+    ids = torch.arange(PROMPT).view(1, PROMPT) % model.config.vocab_size
+    start = time.perf_counter()
+    model.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True, help="folder or hub id of the dense model")
+    parser.add_argument("--packed", type=Path, help="folder of the quantized model")
+    parser.add_argument("--tokens", type=int, default=40)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--json", type=Path, default=HERE / "results" / "generate_speed.json")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    found = measure_generation(args.model, args.packed, args.tokens, args.repeats)
+    rows = [
+        ["dense bf16", f"{found['dense_tokens_per_second']:.1f}", ""],
+        ["packed", f"{found['packed_tokens_per_second']:.1f}", f"{found['ratio']:.2f}"],
+    ]
+    print_table([found["model"], "tokens/s", "x dense"], rows)
+    write_json(args.json, {**describe(), "threads": args.threads, **found})
+
+
+if __name__ == "__main__":
+    main()
