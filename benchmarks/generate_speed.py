@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokens per second of a packed model beside its dense form, on the CPU.
 
-    python benchmarks/generate_speed.py --model MODEL [--packed FOLDER] [--tokens 40] [--repeats 7]
+    python benchmarks/generate_speed.py --model MODEL [--packed FOLDER] [--name NAME]
 
 Both are loaded by transformers in bf16 and continue the same prompt greedily, taking turns. Without
 ``--packed`` the model is quantized to ue5m3/16 first. Embeddings and the output head are dense in both.
@@ -65,6 +65,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True, help="folder or hub id of the dense model")
     parser.add_argument("--packed", type=Path, help="folder of the quantized model")
+    parser.add_argument("--name", help="what to call the model (default: its folder)")
     parser.add_argument("--tokens", type=int, default=40)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -72,6 +73,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     found = measure_generation(args.model, args.packed, args.tokens, args.repeats)
+    found["model"] = args.name or found["model"]
     rows = [
         ["dense bf16", f"{found['dense_tokens_per_second']:.1f}", ""],
         ["packed", f"{found['packed_tokens_per_second']:.1f}", f"{found['ratio']:.2f}"],
