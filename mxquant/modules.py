@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,6 +13,17 @@ from mxquant.activations import ActivationScheme
 from mxquant.formats import QuantScheme
 from mxquant.numerics import scale_dtype
 from mxquant.qtensor import QTensor
+
+
+def restore_encodings(module: nn.Module, before: Mapping[str, torch.Tensor | None]) -> None:
+    """Give buffers the dtype and the bits of ``before`` again, on the device where they are now.
+
+    Casting a module casts its buffers too; encodings must only change device.
+    """
+    for name, buffer in before.items():
+        after = module._buffers[name]
+        if buffer is not None and after is not None and after.dtype != buffer.dtype:
+            module._buffers[name] = buffer.to(after.device)
 
 
 class QuantLinear(nn.Module):
@@ -141,12 +153,8 @@ class QuantLinear(nn.Module):
         )
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
-        # Casting a module casts its buffers too; encodings must only change device.
         before = dict(self._buffers)
         self._call = None  # refers to the tensors that are about to be replaced
         super()._apply(fn, recurse)
-        for name, buffer in before.items():
-            after = self._buffers[name]
-            if buffer is not None and after is not None and after.dtype != buffer.dtype:
-                self._buffers[name] = buffer.to(after.device)
+        restore_encodings(self, before)
         return self

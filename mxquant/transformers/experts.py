@@ -17,6 +17,7 @@ from torch import nn
 from mxquant.activations import ActivationScheme
 from mxquant.checkpoint.native import ModuleEntry
 from mxquant.grouped import grouped_linear
+from mxquant.modules import restore_encodings
 from mxquant.numerics import scale_dtype
 from mxquant.ops import QTensor, quantize_activations
 from mxquant.transformers.mixtures import matrices, takes_all_tokens
@@ -160,14 +161,10 @@ class QuantExperts(nn.Module):
         return torch.cat([quantize_activations(rows, scheme) for _, rows in _spans(x, ends)])
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
-        # Casting a module casts its buffers too; encodings must only change device.
         names = {f"{name}{part}" for name in self.entries for part in ("", "_scale", "_global_scale")}
         before = {name: self._buffers[name] for name in names}
         super()._apply(fn, recurse)
-        for name, buffer in before.items():
-            after = self._buffers[name]
-            if buffer is not None and after is not None and after.dtype != buffer.dtype:
-                self._buffers[name] = buffer.to(after.device)
+        restore_encodings(self, before)
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
