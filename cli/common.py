@@ -43,8 +43,7 @@ def handle_errors(function: Callable[..., Any]) -> Callable[..., Any]:
         except (MXQuantError, OSError) as error:
             if os.environ.get("MXQUANT_DEBUG"):
                 raise
-            lines = str(error).splitlines() or [type(error).__name__]
-            for line in lines:
+            for line in error_lines(error):
                 click.echo(f"Error: {line}", err=True)
             sys.exit(EXIT_FAILED)
         except KeyboardInterrupt:
@@ -52,6 +51,19 @@ def handle_errors(function: Callable[..., Any]) -> Callable[..., Any]:
             sys.exit(130)
 
     return wrapper
+
+
+def error_lines(error: Exception) -> list[str]:
+    """What to print of an error: one line for each problem, whatever characters a name in it has."""
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return [printable(f"{error.filename}: {error.strerror}")]
+    problems = getattr(error, "problems", None) or [str(error)]
+    return [printable(problem) or type(error).__name__ for problem in problems]
+
+
+def printable(text: str) -> str:
+    """The text on one line, with escapes for what would move a terminal's cursor or cannot be encoded."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(text.splitlines()))
 
 
 @contextlib.contextmanager

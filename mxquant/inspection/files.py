@@ -86,7 +86,7 @@ def _read_json(path: Path, found: Verification) -> dict[str, Any] | None:
     except FileNotFoundError:
         found.add("files", f"{path.name} is missing")
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         found.add("files", f"{path.name} cannot be read: {error}")
         return None
     if not isinstance(data, dict):
@@ -108,7 +108,7 @@ def _read_header(path: Path, found: Verification) -> dict[str, Any]:
             header = json.loads(file.read(length))
             header.pop("__metadata__", None)
             ranges = {name: _range(name, entry) for name, entry in header.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             found.add("files", f"{path.name} has a damaged safetensors header: {error}")
             return {}
     end = 0

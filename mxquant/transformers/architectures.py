@@ -7,7 +7,9 @@ the groups of projections that serving engines fuse.
 
 from __future__ import annotations
 
+import contextlib
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +18,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from mxquant.checkpoint.reader import read_config
+from mxquant.checkpoint.reader import read_config
 from mxquant.errors import CheckpointError
+from mxquant.transformers.classes import auto_class
 from mxquant.transformers.mixtures import Place, matrices, place_by, routers
+from mxquant.transformers.parts import (
+    OUTSIDE,
+    OUTSIDE_REASON,
+    STATE_SPACE,
+    STATE_SPACE_REASON,
+    language_model,
+    output_head,
+    state_spaces,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,14 +46,15 @@ _FUSED = (
 
 # Of a linear layer that the model's class wants in fp32, such as what picks the tokens of sparse attention.
 KEPT = "linear kept in fp32"
+_OTHER = "other parameter"
 
 
 @dataclass(frozen=True)
 class Parameter:
     """One parameter of a model.
 
-    ``kind``: linear, experts, router, output head, embedding, norm, bias, convolution, other, or
-    ``KEPT``.
+    ``kind``: linear, experts, router, output head, embedding, norm, bias, convolution, other, ``KEPT``,
+    ``STATE_SPACE`` or ``OUTSIDE``.
     ``shape``: for a linear weight always ``(out_features, in_features)``, for those of experts
     ``(experts, out_features, in_features)``; ``transposed`` says that the model stores the last two
     the other way round (GPT-2's Conv1D). ``reason``: why it stays dense unless named.
@@ -59,7 +74,7 @@ class Parameter:
     @property
     def is_matrix_product(self) -> bool:
         """Whether the parameter is the weight of ``y = x W^T`` and can be quantized at all."""
-        return self.kind in ("linear", "output head", KEPT) and self.tied_to is None
+        return self.kind in ("linear", "output head", KEPT, OUTSIDE) and self.tied_to is None
 
     @property
     def quantizable(self) -> bool:
@@ -68,24 +83,31 @@ class Parameter:
 
 
 def build_meta_model(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The causal LM of a model folder, without memory for its weights.
+    """The causal LM of a model folder, multimodal or not, without memory for its weights.
 
     Raises ``CheckpointError`` if transformers does not know the model type or has no causal LM for it.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError, ImportError, OSError) as error:
-        why = _line(error)
-        raise CheckpointError(f"{folder / 'config.json'} is not a model known to transformers: {why}") from error
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError, ImportError, AttributeError) as error:
-        names = ", ".join(getattr(config, "architectures", None) or [type(config).__name__])
-        why = _line(error)
-        raise CheckpointError(f"architecture {names} is not a causal LM known to transformers: {why}") from error
+    path = folder / "config.json"
+    with _silent():
+        try:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        except Exception as error:  # of a broken config, transformers raises whatever its fields lead to
+            if not trust_remote_code and read_config(folder).get("auto_map"):
+                raise CheckpointError(
+                    f"{path}: the model comes with code of its own; pass --trust-remote-code if you trust it"
+                ) from error
+            raise CheckpointError(f"{path} is not a model known to transformers: {_line(error)}") from error
+        try:
+            with torch.device("meta"):
+                auto = auto_class(read_config(folder))
+            model = auto.from_config(config, trust_remote_code=trust_remote_code)
+        except Exception as error:  # as above
+            names = ", ".join(map(str, getattr(config, "architectures", None) or [type(config).__name__]))
+            raise CheckpointError(
+                f"{path}: architecture {names} is not a causal LM known to transformers: {_line(error)}"
+            ) from error
     return model.eval()
 
 
@@ -93,31 +115,37 @@ def inventory(model: Any) -> list[Parameter]:
     """Every parameter of the model, in order, tied ones included."""
     from transformers.pytorch_utils import Conv1D
 
-    head = model.get_output_embeddings()
+    head = output_head(model)
     modules = dict(model.named_modules(remove_duplicate=False))
     tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
-    routing, kept = routers(model), _kept_in_fp32(model)
+    routing, kept, recurrent, is_text = routers(model), _kept_in_fp32(model), state_spaces(model), language_model(model)
     found = []
     for name, tensor in model.named_parameters(remove_duplicate=False):
-        module, leaf = modules[name.rpartition(".")[0]], name.rpartition(".")[2]
-        shape, is_weight = tuple(tensor.shape), leaf == "weight"
+        path, _, leaf = name.rpartition(".")
+        module, shape, is_weight, source = modules[path], tuple(tensor.shape), leaf == "weight", tied.get(name)
+        inside = is_text(path)
         if is_weight and head is not None and module is head:
-            source = tied.get(name)
             reason = f"output head, tied to {source}" if source else "output head"
             found.append(Parameter(name, "output head", shape, tied_to=source, reason=reason))
-        elif (transposed := matrices(module).get(leaf)) is not None:
+        elif inside and (transposed := matrices(module).get(leaf)) is not None:
             experts, rows, columns = (shape[0], shape[2], shape[1]) if transposed else shape
-            found.append(Parameter(name, "experts", (experts, rows, columns), transposed, tied_to=tied.get(name)))
+            found.append(Parameter(name, "experts", (experts, rows, columns), transposed, source))
+        elif name in recurrent:
+            found.append(Parameter(name, STATE_SPACE, shape, tied_to=source, reason=STATE_SPACE_REASON))
         elif name in routing:
-            found.append(Parameter(name, "router", shape, reason="router of experts"))
+            found.append(Parameter(name, "router", shape, tied_to=source, reason="router of experts"))
         elif is_weight and is_plain_linear(module):
             transposed = isinstance(module, Conv1D)
             matrix = shape[::-1] if transposed else shape
-            kind, why = (KEPT, "kept in fp32 by the model") if kept(name) else ("linear", None)
-            found.append(Parameter(name, kind, matrix, transposed, tied.get(name), why))
+            kind, why = ("linear", None) if inside else (OUTSIDE, OUTSIDE_REASON)
+            if kept(name):
+                kind, why = KEPT, "kept in fp32 by the model"
+            found.append(Parameter(name, kind, matrix, transposed, source, why))
         else:
             kind = _kind(module, leaf)
-            found.append(Parameter(name, kind, shape, reason=kind))
+            if not inside and kind.startswith(_OTHER):
+                kind = OUTSIDE_REASON
+            found.append(Parameter(name, kind, shape, tied_to=source, reason=kind))
     return found
 
 
@@ -129,10 +157,12 @@ def _kept_in_fp32(model: Any) -> Callable[[str], bool]:
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear map and nothing else: ``nn.Linear`` or GPT-2's ``Conv1D``, but no
-    subclass that computes more (some routers of experts)."""
+    """Whether a module is a linear map and nothing else: ``nn.Linear``, GPT-2's ``Conv1D`` or Falcon's
+    own, but no subclass that computes more (some routers of experts)."""
     from transformers.pytorch_utils import Conv1D
 
+    if type(module).__name__ == "FalconLinear":
+        return isinstance(module, nn.Linear)
     return type(module).forward in (nn.Linear.forward, Conv1D.forward)
 
 
@@ -145,7 +175,7 @@ def _kind(module: nn.Module, leaf: str) -> str:
         return "norm"
     if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         return "convolution"
-    return f"other parameter of {type(module).__name__}"
+    return f"{_OTHER} of {type(module).__name__}"
 
 
 def fused_group(module: str) -> str | None:
@@ -223,5 +253,21 @@ class NameMapper:
         return rename_source_key(name, self._renamings, [])[0]
 
 
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Without warnings of weights that are not made and of a config that the caller looks at himself."""
+    from transformers.utils.logging import get_verbosity, set_verbosity, set_verbosity_error
+
+    before = get_verbosity()
+    set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        set_verbosity(before)
+
+
 def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
+    text = " ".join(str(error).split()).partition(" Model type should be one of")[0]
+    return text[:300] or type(error).__name__
