@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -46,23 +46,41 @@ def check_disk_space(folder: Path, needed: int) -> None:
 
 @contextmanager
 def output_folder(out: Path) -> Iterator[Path]:
-    """A folder beside ``out`` that becomes ``out`` if the block succeeds and vanishes if it fails."""
+    """A folder beside ``out`` that becomes ``out`` if the block succeeds and vanishes if it fails.
+
+    Raises ``CheckpointError`` that names ``out`` for whatever the operating system refuses, such as a full disk.
+    """
     partial = out.with_name(out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    made = [folder for folder in partial.absolute().parents if not folder.exists()]
     try:
-        yield partial
-        if out.exists():
-            retired = out.with_name(out.name + ".replaced")
-            shutil.rmtree(retired, ignore_errors=True)
-            out.rename(retired)
-            partial.rename(out)
-            shutil.rmtree(retired)
-        else:
-            partial.rename(out)
-    except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
+        _put_in_place(partial, out)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        for folder in made:
+            with suppress(OSError):
+                folder.rmdir()
+        if isinstance(error, OSError):
+            where = f" ({error.filename})" if error.filename and str(error.filename) != str(partial) else ""
+            raise CheckpointError(f"cannot write {out}: {error.strerror or error}{where}") from error
         raise
+
+
+def _put_in_place(partial: Path, out: Path) -> None:
+    if not out.exists():
+        partial.rename(out)
+        return
+    retired = out.with_name(out.name + ".replaced")
+    shutil.rmtree(retired, ignore_errors=True)
+    out.rename(retired)
+    try:
+        partial.rename(out)
+    except BaseException:
+        retired.rename(out)
+        raise
+    shutil.rmtree(retired)
 
 
 @contextmanager
@@ -82,7 +100,12 @@ def carry_side_files(checkpoint: Checkpoint, folder: Path) -> None:
     for relative in checkpoint.side_files():
         target = folder / relative
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(checkpoint.folder / relative, target)
+        try:
+            source = open(checkpoint.folder / relative, "rb")  # noqa: SIM115 (closed below)
+        except OSError as error:
+            raise CheckpointError(f"{checkpoint.folder / relative} cannot be read: {error.strerror}") from error
+        with source, open(target, "wb") as copy:
+            shutil.copyfileobj(source, copy, _COPY_BYTES)
 
 
 def copy_tensor(checkpoint: Checkpoint, name: str, writer: ShardWriter) -> None:

@@ -7,6 +7,7 @@ carries a temporary name until it is whole.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import struct
@@ -103,5 +104,6 @@ class ShardWriter:
 
     def abort(self) -> None:
         """Remove what was written."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # what is still to be written may not fit on the disk
+            self._file.close()
         self._temporary.unlink(missing_ok=True)
