@@ -24,6 +24,7 @@ Examples:
   mxquant eval ./Llama-3-8B-fp4-ue5m3-b16 --baseline meta-llama/Llama-3-8B
   mxquant eval ./a ./b --baseline ./dense --text notes.txt --seq-len 512 --windows 20 --plot ab.png
   mxquant eval ./a --tasks piqa,hellaswag --limit 200 --no-perplexity
+  mxquant eval ./a --tasks hellaswag=hellaswag_val.jsonl,lambada=lambada_test.jsonl --no-perplexity
   mxquant eval ./a --tasks my_task --include-path ./my_tasks --json
 """
 

@@ -30,7 +30,11 @@ batch_size_option = click.option(
     "--batch-size", type=click.IntRange(min=1), default=1, show_default=True, help="Windows or items at once."
 )
 task_options = _all_of(
-    click.option("--tasks", metavar="A,B", help="lm-eval tasks to run as well, by name or YAML file."),
+    click.option(
+        "--tasks",
+        metavar="A,B=FILE",
+        help="lm-eval tasks to run as well, by name or YAML file; hellaswag and lambada with a JSONL file of yours.",
+    ),
     click.option("--limit", type=click.FloatRange(min=0, min_open=True), help="Items per task; a share if below 1."),
     click.option(
         "--num-fewshot", type=click.IntRange(min=0), help="Solved examples before each item.  [default: the task's]"

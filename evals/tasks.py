@@ -17,6 +17,7 @@ from typing import Any
 
 from mxquant.errors import MXQuantError
 from mxquant.evals.hub import ensure_quick_failure
+from mxquant.evals.local_tasks import rows
 from mxquant.evals.models import EvalModel
 
 # For standard errors of metrics that are not plain means (those of accuracies need none).
@@ -43,9 +44,10 @@ class Metric:
 class TaskSet:
     """Tasks that exist and whose data are here, ready to run on several models.
 
-    ``names`` are lm-eval's tasks, groups, tags or YAML files, ``include_path`` a folder with more
-    task YAMLs. Everything that can fail without a model fails here, as an ``MXQuantError`` of one
-    line: unknown names, data that are not cached while the hub is out of reach, broken YAML.
+    ``names`` are lm-eval's tasks, groups, tags or YAML files, or ``NAME=FILE`` for a task of
+    :mod:`mxquant.evals.local_tasks` with its data; ``include_path`` is a folder with more task
+    YAMLs. Everything that can fail without a model fails here, as an ``MXQuantError`` of one
+    line: unknown names, data that are not cached while the hub is out of reach, broken files.
     """
 
     def __init__(self, names: Sequence[str], include_path: str | Path | None = None):
@@ -54,7 +56,8 @@ class TaskSet:
         self.names = [name.strip() for name in names if name.strip()]
         if not self.names:
             raise MXQuantError("no tasks given; see `lm_eval ls tasks` for their names")
-        ensure_quick_failure()
+        if not all("=" in name for name in self.names):
+            ensure_quick_failure()
         with _quiet():
             self._manager = self._index(include_path)
             for name in self.names:
@@ -67,11 +70,16 @@ class TaskSet:
 
         include = None if include_path is None else str(include_path)
         own = TaskManager(include_path=include, include_defaults=False)
-        if all(_is_yaml(name) or name in own.all_subtasks for name in self.names):
+        if all("=" in name or _is_yaml(name) or name in own.all_subtasks for name in self.names):
             return own
         return TaskManager(include_path=include)
 
     def _check_name(self, name: str) -> None:
+        task, given, _ = name.partition("=")
+        if given:
+            if task not in rows.names():
+                raise MXQuantError(f"a file goes with the tasks {' and '.join(rows.names())}, not with {task!r}")
+            return
         known = self._manager.all_tasks
         if name in known or _is_yaml(name):
             return
@@ -80,8 +88,11 @@ class TaskSet:
         raise MXQuantError(f"unknown task {name!r}: {hint}; tasks of your own need --include-path FOLDER")
 
     def _load(self, name: str) -> Any:
+        task, given, file = name.partition("=")
         try:
-            loaded = self._manager.load([name])
+            loaded = self._manager.load([_with_data(task, file) if given else name])
+        except MXQuantError:
+            raise
         except Exception as error:  # data sets, YAML and imports fail in many ways
             raise _explain(name, error) from error
         # Groups keep their own order and subgroups; only those that no other one contains go in.
@@ -121,6 +132,13 @@ class TaskSet:
             except Exception as error:  # one line for people; the cause is kept for MXQUANT_DEBUG
                 raise MXQuantError(f"lm-eval failed on {model.name}: {_summary(error)}") from error
         return _metrics(results)
+
+
+def _with_data(task: str, file: str) -> dict[str, Any]:
+    """A task of ``local_tasks`` as lm-eval's config, with its data."""
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    return {**load_yaml(rows.definition(task)), "dataset_kwargs": {"path": str(Path(file).expanduser())}}
 
 
 def _is_yaml(name: str) -> bool:

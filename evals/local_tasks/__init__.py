@@ -1,0 +1,1 @@
+"""lm-eval tasks whose data are a JSONL file that the user has."""
