@@ -202,6 +202,12 @@ def check_weight(weight: torch.Tensor, name: str) -> None:
         raise WeightError(f"{name}: cannot quantize {str(weight.dtype).removeprefix('torch.')} weights; need {names}")
 
 
+def check_finite(tensor: torch.Tensor, name: str) -> None:
+    """Raise ``WeightError`` for NaN or infinity in a float tensor of any shape, naming the first."""
+    if tensor.numel() and not bool(tensor_amax(tensor).isfinite()):
+        raise _first_non_finite(tensor.reshape(-1, tensor.shape[-1] if tensor.ndim else 1), name)
+
+
 def check_global_scale(global_scale: torch.Tensor, scheme: QuantScheme, name: str) -> torch.Tensor:
     if not scheme.global_scale:
         raise WeightError(f"{name}: {scheme.name} has no global scale, but one was given")
