@@ -24,10 +24,23 @@ from mxquant.recipe import QuantRecipe, activations_text
 from mxquant.tensor_plan import TensorPlan
 from mxquant.transformers.architectures import KEPT, NameMapper, Parameter, build_meta_model, fused_group, inventory
 from mxquant.transformers.mixtures import Layout, Piece, Place, layout, problems_of
+from mxquant.transformers.parts import OUTSIDE, OUTSIDE_REASON, STATE_SPACE
 
 MAX_DENSE_SHARE = 0.05
 # What stays dense unless named, as everybody expects.
-KNOWN_KINDS = ("embedding", "output head", "norm", "bias", "convolution", "router", KEPT)
+KNOWN_KINDS = (
+    "embedding",
+    "output head",
+    "norm",
+    "bias",
+    "convolution",
+    "router",
+    "buffer",
+    KEPT,
+    STATE_SPACE,
+    OUTSIDE,
+    OUTSIDE_REASON,
+)
 # Kinds of parameters that are quantized unless a rule says otherwise.
 _QUANTIZED = ("linear", "experts")
 # fp32 working copies of one chunk that live at once, measured generously.
@@ -40,6 +53,7 @@ class QuantPlan:
 
     ``tied``: parameters without a tensor of their own, and the one that each shares.
     ``activations``, ``kv_cache``: what the output's config asks for when it runs, as text.
+    ``held_bytes``: of the source's weights in memory, 0 where its files are mapped.
     """
 
     source: Path
@@ -52,6 +66,7 @@ class QuantPlan:
     tied: dict[str, str] = field(default_factory=dict)
     activations: str = NONE
     kv_cache: str = NONE
+    held_bytes: int = 0
     warnings: list[str] = field(default_factory=list)
 
     @property
@@ -78,9 +93,9 @@ class QuantPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """Predicted peak of anonymous memory for tensor data: the working copies of one row chunk."""
+        """Predicted peak of anonymous memory for tensor data: what is held, and working copies of one row chunk."""
         widest = max((t.matrix[1] * t.scheme.block_shape[0] for t in self.quantized if t.scheme), default=0)
-        return _CHUNK_COPIES * 4 * max(CHUNK_ELEMENTS, widest)
+        return self.held_bytes + _CHUNK_COPIES * 4 * max(CHUNK_ELEMENTS, widest)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -95,6 +110,7 @@ class QuantPlan:
             "activations": self.activations,
             "kv_cache": self.kv_cache,
             "predicted_peak_bytes": self.peak_bytes,
+            "held_bytes": self.held_bytes,
             "shards": len(self.shards),
             "warnings": self.warnings,
             "tied": self.tied,
@@ -122,9 +138,9 @@ def make_plan(
     tensors, problems = _decide(checkpoint, recipe, parameters, mapper)
     missing = list(mapper.missing(checkpoint.tensors, parameters.values()))
     if missing:
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        problems.append(f"the checkpoint lacks {', '.join(missing[:3])}{more}, which {type(model).__name__} needs")
-    problems += _check_coverage(tensors, recipe, allow_dense)
+        problems.append(_lacks(checkpoint, missing, tensors, type(model).__name__))
+    if not problems:
+        problems += _check_coverage(tensors, recipe, allow_dense)
     if problems:
         raise PlanError(problems)
     twice = _stored_twice(checkpoint, tensors, parameters, mapper)
@@ -137,7 +153,7 @@ def make_plan(
     present = {mapper(name) for name in checkpoint.tensors if name not in twice}
     tied = {p.name: p.tied_to for p in parameters.values() if p.tied_to and p.name not in present}
     return QuantPlan(
-        checkpoint.folder,
+        checkpoint.source,
         tensors,
         on_disk,
         why,
@@ -147,7 +163,14 @@ def make_plan(
         tied,
         activations=activations_text(recipe.activations),
         kv_cache=activations_text(recipe.kv_cache),
+        held_bytes=checkpoint.held_bytes,
     )
+
+
+def _lacks(checkpoint: Checkpoint, missing: list[str], tensors: list[TensorPlan], model: str) -> str:
+    more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+    other = next((f"; it holds {t.name}, which {model} does not know" for t in tensors if t.kind == "unknown"), "")
+    return f"{checkpoint.folder} lacks {', '.join(missing[:3])}{more}, which {model} needs{other}"
 
 
 def _stored_twice(
@@ -190,11 +213,15 @@ def _decide(
 ) -> tuple[list[TensorPlan], list[str]]:
     tensors: list[TensorPlan] = []
     problems: list[str] = []
+    misfits: list[str] = []
     for info in checkpoint.tensors.values():
         place = mapper.place(info.name)
         parameter = parameters.get(place.parameter) if place else None
         if place and parameter and parameter.kind == "experts":
             tensors.append(_experts_plan(info, place, parameter, recipe, problems))
+            continue
+        if place and place.is_whole and not parameter:
+            tensors.append(TensorPlan(info.name, info.dtype, info.shape, "buffer", None, "buffer"))
             continue
         if not (place and parameter and place.is_whole):
             reason = "not a parameter of the model class, or only a part of one"
@@ -202,12 +229,14 @@ def _decide(
             continue
         stored = parameter.shape[::-1] if parameter.transposed else parameter.shape
         if info.shape != stored:
-            problems.append(f"{info.name}: {list(info.shape)} in the file, but the config says {list(stored)}")
+            misfits.append(f"{info.name}: {list(info.shape)} in the file, but the config says {list(stored)}")
             continue
         scheme, reason = _scheme_for(info.name, info.dtype, parameter, recipe, problems)
         group = fused_group(info.name.removesuffix(".weight")) if scheme and scheme.global_scale else None
         kind, transposed = parameter.kind, parameter.transposed
         tensors.append(TensorPlan(info.name, info.dtype, info.shape, kind, scheme, reason, transposed, group))
+    if misfits:  # of a config that is another model's there are hundreds
+        problems.append(misfits[0] + (f" (and {len(misfits) - 1} more like it)" if len(misfits) > 1 else ""))
     names = [t.module for t in tensors if t.name.endswith(".weight") or t.kind == "experts"]
     problems += [f"pattern {p!r} matches no module of the model" for p in recipe.unused_patterns(names)]
     return tensors, problems + _check_experts(tensors, parameters)
@@ -350,6 +379,7 @@ def _quantization_config(tensors: list[TensorPlan], on_disk: str, recipe: QuantR
 
 
 def _dense_linears(tensors: Iterable[TensorPlan]) -> list[str]:
-    dense = [t.module for t in tensors if not t.scheme and t.kind in (*_QUANTIZED, KEPT, "router", "output head")]
+    layers = (*_QUANTIZED, KEPT, OUTSIDE, "router", "output head")
+    dense = [t.module for t in tensors if not t.scheme and t.kind in layers]
     # The head is ignored by name even where it is tied and has no tensor of its own.
     return sorted({*dense, "lm_head"}) if not any(t.scheme and t.kind == "output head" for t in tensors) else dense

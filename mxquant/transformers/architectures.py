@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from mxquant.checkpoint.reader import read_config
-from mxquant.checkpoint.reader import read_config
 from mxquant.errors import CheckpointError
 from mxquant.transformers.classes import auto_class
 from mxquant.transformers.mixtures import Place, matrices, place_by, routers
@@ -118,7 +117,7 @@ def inventory(model: Any) -> list[Parameter]:
     head = output_head(model)
     modules = dict(model.named_modules(remove_duplicate=False))
     tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
-    routing, kept, recurrent, is_text = routers(model), _kept_in_fp32(model), state_spaces(model), language_model(model)
+    routing, kept, recurrent, is_text = routers(model), kept_in_fp32(model), state_spaces(model), language_model(model)
     found = []
     for name, tensor in model.named_parameters(remove_duplicate=False):
         path, _, leaf = name.rpartition(".")
@@ -149,7 +148,7 @@ def inventory(model: Any) -> list[Parameter]:
     return found
 
 
-def _kept_in_fp32(model: Any) -> Callable[[str], bool]:
+def kept_in_fp32(model: Any) -> Callable[[str], bool]:
     """Whether the model's class wants the parameter of a name in fp32, whatever the rest is."""
     plan = model._get_dtype_plan(torch.float16) if hasattr(model, "_get_dtype_plan") else {}
     patterns = [re.compile(glob.replace("*", ".*")) for glob, dtype in plan.items() if dtype == torch.float32]

@@ -13,6 +13,7 @@ from mxquant.checkpoint.native import QUANT_METHOD, parse_config
 from mxquant.checkpoint.reader import read_config, resolve_source
 from mxquant.errors import CheckpointError
 from mxquant.transformers import register
+from mxquant.transformers.classes import auto_class
 
 # Arguments of from_pretrained that say where the files are, rather than what to do with them.
 _WHERE = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
@@ -32,17 +33,19 @@ def load(
     path : a model folder or a hub id. Our own format and compressed-tensors' NVFP4 and MXFP4 stay
         packed; dense checkpoints and other quantizations load as they do in transformers.
     dtype : dtype of activations and of everything that is not quantized; the config's by default.
-    device_map, kwargs : passed to ``AutoModelForCausalLM.from_pretrained``.
+    device_map, kwargs : passed to ``from_pretrained`` of ``AutoModelForCausalLM``, or of the class that
+        knows the multimodal model.
 
     Raises ``CheckpointError``, in one line, for a folder that is missing or is not a model, a format
     that is newer than this version, and weights that do not fit their description.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     register()
     path = Path(path).expanduser() if Path(path).expanduser().is_dir() else path
     where = {key: kwargs[key] for key in _WHERE if key in kwargs}
-    found = _quantization_config(path, where)
+    described = _model_config(path, where)
+    found = _quantization_config(described)
     method = found.get("quant_method")
     if method == QUANT_METHOD:
         parse_config(found)
@@ -54,16 +57,19 @@ def load(
         kwargs["config"] = config
     if dtype is not None:
         kwargs["dtype"] = dtype
-    return AutoModelForCausalLM.from_pretrained(path, device_map=device_map, **kwargs)
+    return auto_class(described).from_pretrained(path, device_map=device_map, **kwargs)
 
 
-def _quantization_config(path: str | Path, where: dict[str, Any]) -> dict[str, Any]:
-    """What ``config.json`` says of quantization; empty for a dense checkpoint."""
+def _model_config(path: str | Path, where: dict[str, Any]) -> dict[str, Any]:
+    """``config.json`` of a folder or of a model on the hub."""
     text = str(path)
     if Path(path).exists() or text.startswith((".", "/", "~")) or text.count("/") > 1:
-        config = read_config(resolve_source(path) / where.get("subfolder", ""))
-    else:
-        config = _hub_config(text, where)
+        return read_config(resolve_source(path) / where.get("subfolder", ""))
+    return _hub_config(text, where)
+
+
+def _quantization_config(config: dict[str, Any]) -> dict[str, Any]:
+    """What ``config.json`` says of quantization; empty for a dense checkpoint."""
     nested = config.get("text_config")
     found = config.get("quantization_config") or (isinstance(nested, dict) and nested.get("quantization_config"))
     return found if isinstance(found, dict) else {}

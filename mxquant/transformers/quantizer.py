@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from mxquant.errors import CheckpointError, MXQuantError
 from mxquant.modules import QuantLinear
 from mxquant.numerics import scale_dtype
 from mxquant.transformers import register
+from mxquant.transformers.architectures import NameMapper
 from mxquant.transformers.config import MXQuantConfig
 from mxquant.transformers.conversions import for_packed
 from mxquant.transformers.experts import QuantExperts, unpack_experts
@@ -33,6 +34,7 @@ from mxquant.transformers.matching import (
     replace_modules,
     table_of_compressed_tensors,
 )
+from mxquant.transformers.tied import put_back, repeated, set_aside
 
 # Tensors of compressed-tensors checkpoints that only quantized activations need.
 _ACTIVATION_SCALES = r"\.(input|output|q|k|v)_(global_)?scale$"
@@ -57,6 +59,7 @@ class MXQuantHfQuantizer(HfQuantizer):
         self.packed = Packed()
         self._dtypes: dict[str, torch.dtype] = {}
         self._global_scales: dict[str, torch.Tensor] = {}
+        self._copies: dict[str, str] = {}
 
     @property
     def is_trainable(self) -> bool:
@@ -125,6 +128,7 @@ class MXQuantHfQuantizer(HfQuantizer):
             model._weight_conversions = for_packed(used, self.packed.experts, self.packed.tensors)
         self._restore_dtypes(model)
         self._check_loaded(model)
+        put_back(model, self._copies)
         kv_cache = self.quantization_config.kv_cache_scheme
         if kv_cache is not None:
             quantize_kv_cache(model, kv_cache)
@@ -142,6 +146,7 @@ class MXQuantHfQuantizer(HfQuantizer):
                 model.set_submodule(name, _dense(module, dtype, self._is_transposed(name)))
             elif isinstance(module, QuantExperts):
                 unpack_experts(module, dtype)
+        put_back(model, self._copies)
         for module in model.modules():
             if hasattr(module, "config"):
                 module.config._is_quantized = False
@@ -163,6 +168,7 @@ class MXQuantHfQuantizer(HfQuantizer):
             ignored = {*(model._keys_to_ignore_on_load_unexpected or ()), _ACTIVATION_SCALES}
             model._keys_to_ignore_on_load_unexpected = ignored
         self.packed = find_packed(model, headers, table, self._packed_name)
+        self._set_copies_aside(model, headers)
         replace_modules(model, self.packed.modules)
         replace_experts(model, self.packed.experts)
         rules = self.update_weight_conversions(get_model_conversion_mapping(model) or [], model)
@@ -174,9 +180,15 @@ class MXQuantHfQuantizer(HfQuantizer):
         headers = read_headers(files) if files else None
         self.packed = choose(model, self.quantization_config.quant_recipe(), headers)
         self._global_scales = shared_global_scales(self.packed.modules, files)
+        self._set_copies_aside(model, headers or ())
         replace_modules(model, self.packed.modules)
         replace_experts(model, self.packed.experts)
         keep_source_precision(model, self.packed)
+
+    def _set_copies_aside(self, model: Any, headers: Iterable[str]) -> None:
+        mapper = NameMapper(model)
+        self._copies = repeated(model, self.packed.modules, {mapper.target(key) for key in headers})
+        set_aside(model, self.packed.modules, self._copies)
 
     def _check_loaded(self, model: Any) -> None:
         """Raise ``CheckpointError`` unless every packed layer holds what its scheme says."""

@@ -1,0 +1,62 @@
+"""Parts of a model that stay dense as a whole: everything but the language model, and what recurrences are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+# Of linear layers that see images or sound, or bring them to the language model's width.
+OUTSIDE = "linear outside the language model"
+OUTSIDE_REASON = "outside the language model"
+# Of what a state space is made of besides its convolution: A, D, the step dt and what a mixer holds without a layer.
+STATE_SPACE = "state space"
+STATE_SPACE_REASON = "parameter of a state space"
+
+# Where a mixer has a layer of its own for the step. Kernels read its weight without calling it.
+_STEP = "dt_proj"
+
+
+def language_model(model: Any) -> Callable[[str], bool]:
+    """Whether the module of a name belongs to the language model of a multimodal one, by the models' own word.
+
+    It does if the innermost model of transformers around it has the config of the decoder. Everything
+    does in a model of text alone. Projectors belong to the whole, and so not to the language model.
+    """
+    from transformers import PreTrainedModel
+
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    kind = type(getattr(decoder, "config", model.config))
+    models = {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
+    verdicts = {name: type(module.config) is kind for name, module in models.items()}
+    if all(verdicts.values()):
+        return lambda name: True
+
+    def belongs(name: str) -> bool:
+        while name not in verdicts:
+            name = name.rpartition(".")[0]
+        return verdicts[name]
+
+    return belongs
+
+
+def output_head(model: Any) -> nn.Module | None:
+    """The layer that makes logits, which multimodal models may leave to their language model."""
+    head = model.get_output_embeddings()
+    if head is None and hasattr(model, "get_decoder"):
+        head = model.get_decoder().get_output_embeddings()
+    return head
+
+
+def state_spaces(model: nn.Module) -> set[str]:
+    """Names of the parameters that state spaces, and linear attentions with a decay, are made of."""
+    found = set()
+    for path, module in model.named_modules(remove_duplicate=False):
+        own = {name for name, _ in module.named_parameters(recurse=False)}
+        if "A_log" not in own:
+            continue
+        step = getattr(module, _STEP, None)
+        own |= {f"{_STEP}.{name}" for name, _ in step.named_parameters()} if isinstance(step, nn.Module) else set()
+        found |= {f"{path}.{name}" if path else name for name in own}
+    return found
