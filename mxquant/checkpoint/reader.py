@@ -5,13 +5,14 @@ Tensors come as views of the mapped files, so reading costs page cache, not memo
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mxquant.checkpoint import damage
 from mxquant.checkpoint.layout import INDEX_NAME, ITEM_SIZES, REPORT_NAME, SINGLE_NAME
 from mxquant.errors import CheckpointError
 
@@ -21,9 +22,12 @@ if TYPE_CHECKING:
 # Weight files of any framework: never carried along as side files.
 WEIGHT_SUFFIXES = (
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack",
-    ".onnx", ".onnx_data", ".ot", ".tflite", ".npz", ".mlmodel",
+    ".onnx", ".onnx_data", ".onnx.data", ".ot", ".tflite", ".npz", ".mlmodel",
 )  # fmt: skip
 _INDEX_SUFFIXES = (".safetensors.index.json", ".bin.index.json")
+# Folders that are no part of a model: other people's copies of the weights, with their own side files; byte code.
+_FOREIGN_FOLDERS = ("original", "__pycache__")
+PYTORCH_FILES = "pytorch_model*.bin"
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,10 @@ def _download(repo: str, revision: str | None) -> Path:
 
     ignore = [f"*{s}" for s in WEIGHT_SUFFIXES if s != ".safetensors"] + ["original/*"]
     try:
-        return Path(snapshot_download(repo, revision=revision, ignore_patterns=ignore))
+        folder = Path(snapshot_download(repo, revision=revision, ignore_patterns=ignore))
+        if not any(folder.glob("*.safetensors")):
+            snapshot_download(repo, revision=revision, allow_patterns=[PYTORCH_FILES])
+        return folder
     except RevisionNotFoundError as error:
         raise CheckpointError(f"{repo} has no revision {revision!r} on the hub") from error
     except (RepositoryNotFoundError, HFValidationError) as error:
@@ -74,15 +81,22 @@ def _download(repo: str, revision: str | None) -> Path:
 class Checkpoint:
     """A folder of safetensors, opened and checked.
 
-    ``tensors``: name -> :class:`TensorInfo`, in file order. Raises ``CheckpointError`` naming the
-    file for anything missing, truncated or inconsistent.
+    ``tensors``: name -> :class:`TensorInfo`, in file order. ``source``: the folder or file that was
+    opened; ``folder``: where config.json and the side files are. ``held_bytes``: how much of the
+    weights is held in memory, because the files cannot be mapped. ``warnings``: what a user should
+    know of the source. Raises ``CheckpointError`` naming the file for anything missing, truncated
+    or inconsistent.
     """
 
+    index_name, single_name, pattern = INDEX_NAME, SINGLE_NAME, "*.safetensors"
+
     def __init__(self, folder: Path):
-        self.folder = folder
+        self.source = self.folder = folder
         self.config: dict[str, Any] = read_config(folder)
+        self.held_bytes = 0
+        self.warnings: list[str] = []
         self._handles: dict[Path, Any] = {}
-        index = self._weight_map() if (folder / INDEX_NAME).exists() else None
+        index = self._weight_map() if os.path.lexists(folder / self.index_name) else None
         self.tensors: dict[str, TensorInfo] = {}
         for file in self._find_shards(index):
             for info in self._read_header(file):
@@ -93,7 +107,8 @@ class Checkpoint:
                 self.tensors[info.name] = info
         if not self.tensors:
             raise CheckpointError(f"{folder}: its weight files hold no tensors")
-        self._check_index(index or {})
+        if index is not None:
+            self._check_index(index)
         self._files = {name: info.file for name, info in self.tensors.items()}
 
     @property
@@ -116,52 +131,54 @@ class Checkpoint:
             raise CheckpointError(f"{file.name}: cannot read tensor {name}: {error}") from error
 
     def side_files(self) -> list[Path]:
-        """Every file to carry along, relative to the folder: all but weights, indexes and config.json."""
-        files = []
-        for path in sorted(self.folder.rglob("*")):
-            relative = path.relative_to(self.folder)
-            hidden = any(part.startswith(".") for part in relative.parts)
-            weights = path.suffix in WEIGHT_SUFFIXES or path.name.endswith(_INDEX_SUFFIXES)
-            if path.is_file() and not hidden and not weights and str(relative) not in ("config.json", REPORT_NAME):
-                files.append(relative)
-        return files
+        """Every file to carry along, relative to the folder."""
+        return side_files(self.folder)
 
     def _find_shards(self, index: dict[str, str] | None) -> list[Path]:
         if index is not None:
             files = [self.folder / name for name in dict.fromkeys(index.values())]
-            missing = [f.name for f in files if not f.exists()]
+            missing = [f.name for f in files if not os.path.exists(f)]  # False for a name that is too long, too
             if missing:
                 raise CheckpointError(
-                    f"{self.folder}: shard {', '.join(missing)} is in the index but not in the folder"
+                    f"{self.folder}: {self.index_name} names {', '.join(missing[:3])}, which is not in the folder; "
+                    "download it again"
                 )
             return files
-        if (self.folder / SINGLE_NAME).exists():
-            return [self.folder / SINGLE_NAME]
-        files = sorted(self.folder.glob("*.safetensors"))
+        if (self.folder / self.single_name).exists():
+            return [self.folder / self.single_name]
+        files = sorted(f for f in self.folder.glob(self.pattern) if f.name != damage.ADAPTER_WEIGHTS)
         if files:
+            lost = damage.incomplete_set(files)
+            if lost is not None:
+                raise CheckpointError(f"{self.folder}: {lost} is missing; download it again")
             return files
         others = sorted(p.name for p in self.folder.iterdir() if p.suffix in WEIGHT_SUFFIXES)
-        hint = f"; {others[0]} is not safetensors: convert it with save_pretrained first" if others else ""
-        raise CheckpointError(f"{self.folder}: no safetensors files{hint}")
+        hint = damage.what_instead(self.folder)
+        if hint is None and others:
+            hint = f"{others[0]} cannot be read: convert it with save_pretrained first"
+        raise CheckpointError(f"{self.folder}: no safetensors files" + (f"; {hint}" if hint else ""))
 
     def _weight_map(self) -> dict[str, str]:
-        index = self.folder / INDEX_NAME
-        try:
-            mapping = json.loads(index.read_text())["weight_map"]
-            if not isinstance(mapping, dict) or not all(isinstance(v, str) for v in mapping.values()):
-                raise ValueError("weight_map is not a mapping of names")
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{index.name}: not a valid index ({error})") from error
-        outside = [v for v in mapping.values() if Path(v).name != v]
-        if outside:
-            raise CheckpointError(f"{index.name}: shard {outside[0]!r} is not a plain file name")
+        index = self.folder / self.index_name
+        mapping = damage.read_json_object(index).get("weight_map")
+        if not isinstance(mapping, dict) or not mapping:
+            raise CheckpointError(f"{index}: not a valid index, its weight_map names no tensors")
+        for name, file in mapping.items():
+            if not isinstance(file, str) or not file or Path(file).name != file or "\0" in file:
+                raise CheckpointError(f"{index}: the file of tensor {name}, {file!r}, is not a plain file name")
         return mapping
 
     def _check_index(self, index: dict[str, str]) -> None:
         for name, file in index.items():
             info = self.tensors.get(name)
             if info is None or info.file.name != file:
-                raise CheckpointError(f"{INDEX_NAME}: tensor {name} is not in {file}")
+                raise CheckpointError(f"{self.index_name}: tensor {name} is not in {file}")
+        for name, info in self.tensors.items():
+            if name not in index:
+                raise CheckpointError(
+                    f"{self.index_name} does not list tensor {name}, which is in {info.file.name}; "
+                    "without the index, all files are read as they are"
+                )
 
     def _read_header(self, file: Path) -> Iterator[TensorInfo]:
         from safetensors import safe_open
@@ -169,7 +186,8 @@ class Checkpoint:
         try:
             handle = safe_open(file, framework="pt")
         except Exception as error:  # SafetensorError and OSError, by version
-            raise CheckpointError(f"{file.name}: not a whole safetensors file: {error}") from error
+            why = damage.why_not_whole(file, error)
+            raise CheckpointError(f"{file}: not a whole safetensors file: {why}") from error
         self._handles[file] = handle
         for name in handle.offset_keys():
             part = handle.get_slice(name)
@@ -177,17 +195,36 @@ class Checkpoint:
             yield TensorInfo(name, dtype, shape, _nbytes(name, dtype, shape), file)
 
 
+def side_files(folder: Path) -> list[Path]:
+    """What to carry along of a model folder, relative to it: all but weights, indexes and config.json.
+
+    A subfolder with weights in it (``onnx/``, ``checkpoint-500/``) is another model, left out as a whole.
+    """
+    files, others = [], set()
+    for path in sorted(folder.rglob("*")):
+        relative = path.relative_to(folder)
+        foreign = any(part.startswith(".") or part in _FOREIGN_FOLDERS for part in relative.parts)
+        if foreign or path.is_dir():
+            continue
+        if path.name.endswith((*WEIGHT_SUFFIXES, *_INDEX_SUFFIXES)):
+            others.add(relative.parts[0])
+        elif path.is_symlink() and not path.exists():
+            raise CheckpointError(f"{path} is a link to nothing; download the model again")
+        elif path.is_file() and str(relative) not in ("config.json", REPORT_NAME):
+            files.append(relative)
+    return [f for f in files if len(f.parts) == 1 or f.parts[0] not in others]
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """``config.json`` of a model folder."""
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_text())
+        config = damage.read_json_object(path)
     except FileNotFoundError as error:
-        raise CheckpointError(f"{folder}: no config.json; is it a model folder?") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not valid JSON ({error})") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path}: not a model configuration")
+        what = damage.what_instead(folder) or "is it a model folder?"
+        raise CheckpointError(f"{folder}: no config.json; {what}") from error
+    if not isinstance(config.get("quantization_config") or {}, dict):
+        raise CheckpointError(f"{path}: quantization_config is not a JSON object")
     return config
 
 
