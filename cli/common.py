@@ -86,7 +86,9 @@ def progress(enabled: bool = True) -> Iterator[Progress]:
         TextColumn("eta"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console(), disable=not enabled, transient=True) as display:
+    screen = console()
+    # Where nobody watches, all that is left of a display is an empty line.
+    with Progress(*columns, console=screen, disable=not (enabled and screen.is_terminal), transient=True) as display:
         yield display
 
 

@@ -15,6 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from click.testing import CliRunner, Result
+
+from mxquant.cli.main import main
+
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"
 EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
@@ -69,6 +73,33 @@ def broken(*says: str) -> Callable[[Callable[[Path], object]], Callable[[Path], 
         return function
 
     return register
+
+
+# Looking at what a command did
+
+
+def run(*args: object) -> Result:
+    """``mxquant ARGS`` in this process."""
+    return CliRunner().invoke(main, [str(arg) for arg in args])
+
+
+def stderr_line(result: Result) -> str:
+    """The one line that a command which failed has printed to standard error."""
+    if not isinstance(result.exception, SystemExit):
+        raise AssertionError(f"a traceback: {result.exception!r}") from result.exception
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("Error: ")
+    return lines[0]
+
+
+def tree(folder: Path) -> dict[str, object]:
+    """Everything in a folder: the bytes of files, the targets of links."""
+    found: dict[str, object] = {}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        found[name] = path.readlink() if path.is_symlink() else None if path.is_dir() else path.read_bytes()
+    return found
 
 
 # Taking files apart

@@ -101,6 +101,16 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
     return make
 
 
+@pytest.fixture(scope="session")
+def good_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that the faults of tests/broken_inputs.py are made from; copy it before changing it."""
+    from broken_inputs import make_good
+
+    folder = tmp_path_factory.mktemp("good")
+    make_good(folder)
+    return folder
+
+
 @pytest.fixture(scope="module", params=["reference", "kernels"])
 def implementation(request):
     """For tests that hold for the PyTorch reference and for the compiled kernels alike."""
