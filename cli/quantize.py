@@ -85,7 +85,8 @@ class _Size(click.ParamType):
 @click.option("--json", "as_json", is_flag=True, help="Print the report (or plan) as JSON.")
 @handle_errors
 def quantize_command(**options: Any) -> None:
-    """Quantize the weights of SOURCE, a folder of safetensors or a Hugging Face hub id.
+    """Quantize the weights of SOURCE, a folder of safetensors or pytorch_model.bin, a .gguf file or a Hugging Face
+    hub id.
 
     Prints the plan, streams the weights into OUT and ends with a report of what it cost, which is
     also kept as OUT/quantization_report.json. OUT loads with AutoModelForCausalLM.from_pretrained.
@@ -96,7 +97,7 @@ def quantize_command(**options: Any) -> None:
 
     recipe, label = _recipe(options)
     source = options["source"]
-    out = options["out"] or Path(f"{Path(str(source).rstrip('/')).name}-{label}")
+    out = options["out"] or Path(f"{_name(str(source))}-{label}")
     quiet = options["as_json"]
     checkpoint, plan = pipeline.plan_model(
         source,
@@ -117,7 +118,7 @@ def quantize_command(**options: Any) -> None:
         else:
             tables.print_plan(plan, out)
         return
-    check_output(out, checkpoint.folder, options["overwrite"])
+    check_output(out, checkpoint.source, options["overwrite"])
     if not quiet:
         tables.print_plan_summary(plan, out)
     for warning in plan.warnings:
@@ -139,6 +140,10 @@ def quantize_command(**options: Any) -> None:
         tables.print_report(report)
     if options["repo"] is not None:
         _push(out, options["repo"])
+
+
+def _name(source: str) -> str:
+    return Path(source).stem if source.lower().endswith(".gguf") else Path(source.rstrip("/")).name
 
 
 def _push(out: Path, repo: str) -> None:

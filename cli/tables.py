@@ -69,13 +69,18 @@ def print_plan_summary(plan: QuantPlan, out: Path) -> None:
         f"{plan.parameters / 1e6:.1f} M parameters, at {plan.bits_per_weight:.3f} bits per weight.",
         f"Size {human_bytes(plan.bytes_before)} -> {human_bytes(plan.bytes_after)} "
         f"in {len(plan.shards)} file{'s' * (len(plan.shards) > 1)}; "
-        f"about {human_bytes(plan.peak_bytes)} of memory for the work.",
+        f"about {human_bytes(plan.peak_bytes)} of memory for the work"
+        f"{_held(plan)}.",
         *_when_it_runs(plan),
         f"On disk: {plan.on_disk} ({plan.on_disk_reason}).",
         f"Output: {out}",
     ]
     for line in lines:
         new_console().print(line, soft_wrap=True)
+
+
+def _held(plan: QuantPlan) -> str:
+    return f", {human_bytes(plan.held_bytes)} of it for the source, which cannot be mapped" if plan.held_bytes else ""
 
 
 def _when_it_runs(plan: QuantPlan) -> list[str]:

@@ -20,9 +20,8 @@ import torch
 import mxquant.ops  # noqa: F401  (brings the kernels)
 from mxquant.card.files import write_card
 from mxquant.checkpoint import compressed_tensors
-from mxquant.checkpoint.gpt_oss import open_checkpoint
 from mxquant.checkpoint.layout import INDEX_NAME, REPORT_NAME, OutputTensor
-from mxquant.checkpoint.reader import Checkpoint, resolve_source
+from mxquant.checkpoint.reader import Checkpoint
 from mxquant.checkpoint.writer import ShardWriter, index_json, shard_names
 from mxquant.formats import QuantScheme
 from mxquant.memory import PeakMemory
@@ -34,6 +33,7 @@ from mxquant.recipe import QuantRecipe
 from mxquant.report import QuantReport
 from mxquant.scaling import global_scale_for
 from mxquant.scan import small_scale_warnings
+from mxquant.sources import open_source
 from mxquant.tensor_plan import TensorPlan
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
@@ -59,7 +59,7 @@ def quantize_model(
 
     Parameters
     ----------
-    source : folder of safetensors, or a hub id.
+    source : folder of safetensors or ``pytorch_model.bin``, a hub id, or a ``.gguf`` file.
     out : folder to write; must not exist or be empty, unless ``overwrite``.
     scheme : one scheme (or a preset's name) for all linear layers, or a recipe.
     device : where the arithmetic runs; the bytes are the same everywhere.
@@ -90,7 +90,7 @@ def plan_model(
     revision: str | None = None,
 ) -> tuple[Checkpoint, QuantPlan]:
     """Open the source and plan its quantization; arguments as for :func:`quantize_model`."""
-    checkpoint = open_checkpoint(resolve_source(source, revision=revision))
+    checkpoint = open_source(source, revision=revision)
     plan = make_plan(
         checkpoint,
         QuantRecipe.of(scheme),
@@ -98,7 +98,7 @@ def plan_model(
         allow_dense=allow_dense,
         trust_remote_code=trust_remote_code,
     )
-    plan.warnings += small_scale_warnings(checkpoint, plan)
+    plan.warnings += [*checkpoint.warnings, *small_scale_warnings(checkpoint, plan)]
     return checkpoint, plan
 
 
@@ -114,7 +114,7 @@ def run_plan(
 ) -> QuantReport:
     """Carry out a plan; arguments as for :func:`quantize_model`."""
     out = Path(out)
-    check_output(out, checkpoint.folder, overwrite)
+    check_output(out, checkpoint.source, overwrite)
     check_disk_space(out.absolute(), plan.bytes_after)
     started = time.perf_counter()
     run = _Run(checkpoint, plan, torch.device(device), seed, progress or (lambda name, count: None))

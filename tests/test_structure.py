@@ -32,7 +32,7 @@ LAYERS = (
     ("modules", "theory"),
     ("checkpoint",),
     ("output", "transformers"),
-    ("tensor_plan",),
+    ("sources", "tensor_plan"),
     ("plan", "training"),
     ("card", "report", "scan"),
     ("pipeline",),

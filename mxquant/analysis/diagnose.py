@@ -12,13 +12,13 @@ from mxquant.analysis.diagnosis import Diagnosis
 from mxquant.analysis.errors import check_blocks, measure
 from mxquant.analysis.places import place
 from mxquant.analysis.sensitivity import Calibration, Sensitivity
-from mxquant.checkpoint.gpt_oss import open_checkpoint
-from mxquant.checkpoint.reader import Checkpoint, resolve_source
+from mxquant.checkpoint.reader import Checkpoint
 from mxquant.errors import MXQuantError, SchemeError
 from mxquant.formats import QuantScheme
 from mxquant.pipeline import DEFAULT_SHARD_BYTES
 from mxquant.plan import QuantPlan, make_plan
 from mxquant.recipe import QuantRecipe
+from mxquant.sources import open_source
 from mxquant.tensor_plan import TensorPlan
 from mxquant.transformers.architectures import NameMapper, build_meta_model, inventory
 
@@ -60,7 +60,7 @@ def prepare(
     wanted = list(dict.fromkeys(parsed))
     if not wanted:
         raise SchemeError("give at least one scheme, such as ue5m3/16")
-    checkpoint = open_checkpoint(resolve_source(source, revision=revision))
+    checkpoint = open_source(source, revision=revision)
 
     def planned(scheme: QuantScheme) -> QuantPlan:
         return make_plan(

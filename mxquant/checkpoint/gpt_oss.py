@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mxquant.checkpoint.reader import Checkpoint, TensorInfo, read_config
+from mxquant.checkpoint.reader import Checkpoint, TensorInfo
 from mxquant.errors import CheckpointError
 from mxquant.formats import QuantScheme
 from mxquant.ops import QTensor
@@ -21,11 +21,6 @@ from mxquant.ops import QTensor
 QUANT_METHOD = "mxfp4"
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _SCHEME = QuantScheme.preset("mxfp4")
-
-
-def open_checkpoint(folder: Path) -> Checkpoint:
-    """A checkpoint to quantize: gpt-oss's MXFP4 decoded as it is read, any other as it is."""
-    return GptOssCheckpoint(folder) if is_gpt_oss(read_config(folder)) else Checkpoint(folder)
 
 
 def is_gpt_oss(config: dict[str, Any]) -> bool:

@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 
 import mxquant.ops  # noqa: F401  (brings the kernels)
+from mxquant import sources
 from mxquant.checkpoint import compressed_tensors, gpt_oss, native
 from mxquant.checkpoint.layout import FLOAT_DTYPES, REPORT_NAME
-from mxquant.checkpoint.reader import Checkpoint, resolve_source
+from mxquant.checkpoint.reader import Checkpoint
 from mxquant.errors import CheckpointError, WeightError
 from mxquant.formats import QuantScheme
 from mxquant.inspection.faults import Verification
@@ -62,7 +63,7 @@ def read_report(checkpoint: Checkpoint) -> Said | None:
 
 def open_source(path: str | Path) -> Checkpoint:
     """A checkpoint that can be quantized: dense, or gpt-oss's own. Raises ``CheckpointError`` for any other."""
-    source = gpt_oss.open_checkpoint(resolve_source(path))
+    source = sources.open_source(path)
     method = (quantization_of(source) or {}).get("quant_method")
     if method is not None and not isinstance(source, gpt_oss.GptOssCheckpoint):
         raise CheckpointError(f"--source {source.folder} is quantized itself ({method}); give the dense model")

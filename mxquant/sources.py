@@ -1,0 +1,45 @@
+"""What can be quantized: a model of any kind of file, opened as a :class:`Checkpoint`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mxquant.checkpoint import pytorch
+from mxquant.checkpoint.gpt_oss import GptOssCheckpoint, is_gpt_oss
+from mxquant.checkpoint.layout import INDEX_NAME, SINGLE_NAME
+from mxquant.checkpoint.reader import Checkpoint, read_config, resolve_source
+from mxquant.errors import CheckpointError
+from mxquant.transformers.gguf import GgufCheckpoint
+
+
+def open_source(source: str | Path, *, revision: str | None = None) -> Checkpoint:
+    """Open a model to quantize.
+
+    ``source``: a folder or hub id with safetensors, or without them ``pytorch_model.bin``; a
+    ``.gguf`` file, or a folder with one and no other weights. gpt-oss's MXFP4 is decoded as it is
+    read. Raises ``CheckpointError`` for anything else, and for files that are missing or broken.
+    """
+    path = Path(source).expanduser()
+    if path.suffix.lower() == ".gguf" and not path.is_dir():
+        return GgufCheckpoint(path)
+    folder = resolve_source(source, revision=revision)
+    if not _has(folder, SINGLE_NAME, INDEX_NAME):
+        if _has(folder, pytorch.SINGLE_NAME, pytorch.INDEX_NAME):
+            return pytorch.PytorchCheckpoint(folder)
+        if not any(folder.glob(Checkpoint.pattern)):
+            return _other_than_safetensors(folder)
+    return GptOssCheckpoint(folder) if is_gpt_oss(read_config(folder)) else Checkpoint(folder)
+
+
+def _has(folder: Path, *names: str) -> bool:
+    return any((folder / name).exists() for name in names)
+
+
+def _other_than_safetensors(folder: Path) -> Checkpoint:
+    files = sorted(folder.glob("*.gguf"))
+    if any(folder.glob(pytorch.PytorchCheckpoint.pattern)):
+        return pytorch.PytorchCheckpoint(folder)
+    if len(files) > 1:
+        names = ", ".join(f.name for f in files[:3]) + (", ..." if len(files) > 3 else "")
+        raise CheckpointError(f"{folder} holds {len(files)} GGUF files ({names}); name the one to quantize")
+    return GgufCheckpoint(files[0], side_folder=folder) if files else Checkpoint(folder)
