@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from machine import describe, print_table, write_json
 
-from mxquant.checkpoint.layout import INDEX_NAME, REPORT_NAME, OutputTensor
+from mxquant.checkpoint.layout import INDEX_NAME, OutputTensor
 from mxquant.checkpoint.writer import ShardWriter, index_json, plan_shards, shard_names
 
 # Random numbers made once; tensors are cut from it at different places and scaled differently.
@@ -166,13 +166,13 @@ def write_random(writer: ShardWriter, tensor: OutputTensor, block: torch.Tensor)
         done += count
 
 
-def watch(command: list[str], log: Path) -> dict[str, Any]:
+def watch(command: list[str], output: Path, log: Path) -> dict[str, Any]:
     """Run a command; its wall time and the peaks of its memory, seen from outside."""
     began = time.perf_counter()
     peaks = {"RssAnon": 0, "RssFile": 0}
     samples = 0
-    with open(log, "w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    with open(output, "w") as stdout, open(log, "w") as stderr:
+        process = subprocess.Popen(command, stdout=stdout, stderr=stderr)
         while process.poll() is None:
             for name, value in memory_of(process.pid).items():
                 peaks[name] = max(peaks[name], value)
@@ -225,9 +225,9 @@ def run(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     made = time.perf_counter() - began
     copied = None if args.no_copy else time_copy(source, work / "copy")
     print(f"mxquant quantize {' '.join(args.options)} ...", flush=True)
-    command = [sys.executable, "-m", "mxquant.cli.main", "quantize", str(source), "-o", str(out), *args.options]
-    figures = watch(command, work / "quantize.log")
-    report = json.loads((out / REPORT_NAME).read_text())
+    command = [sys.executable, "-m", "mxquant.cli.main", "quantize", str(source), "-o", str(out), "--json"]
+    figures = watch([*command, *args.options], work / "report.json", work / "quantize.log")
+    report = json.loads((work / "report.json").read_text())
     return {
         **about,
         "options": args.options,

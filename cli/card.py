@@ -37,8 +37,6 @@ def card_command(path: Path, results: Path | None, base_model: str | None, repo:
     evaluation = None if results is None else _read(results)
     if repo is not None:
         check_can_push(repo)
-    # The folder may have been moved since.
-    report["out"] = str(path.absolute())
     card = write_card(path, report, base_model=base_model, evaluation=evaluation, path=repo)
     click.echo(f"Wrote {card}")
     if repo is not None:

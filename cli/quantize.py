@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from mxquant.cli.common import console, handle_errors, progress, write_json
 from mxquant.formats import ELEMENTS, PRESETS, ROUNDINGS, SCALES
+
+if TYPE_CHECKING:
+    from mxquant.checkpoint.reader import Checkpoint
+    from mxquant.plan import QuantPlan
+    from mxquant.report import QuantReport
 
 _EPILOG = """\b
 Examples:
@@ -17,6 +22,7 @@ Examples:
   mxquant quantize ./model --scale ue5m3 --block 32x32 --exclude 'layers\\.0\\.' --dry-run
   mxquant quantize ./model --scale e4m3 --block 8 --activations e4m3+token/8 --kv-cache ue5m3/16
   mxquant quantize ./model --recipe recipe.yaml --json
+  mxquant quantize ./model --format nvfp4 --max-shard-size 2GB --resume
 
 \b
 Presets:
@@ -33,6 +39,12 @@ Scale rules:
 Activations and KV cache are not stored, so theirs are schemes in short, such as
 ue5m3/16, e4m3+global/16 (a global scale from all tokens) or e4m3+token/16 (one
 for each token). They are simulated: rounded, then computed in the model's dtype.
+
+\b
+A run that is killed or interrupted leaves its finished shards in OUT.partial.
+The same command with --resume goes on from there; OUT is then the same, byte for
+byte. With another source, recipe or version it is refused. --max-shard-size
+says how much work can be lost at most.
 """
 
 _RULES = sorted({rule for fmt in SCALES.values() for rule in fmt.rules})
@@ -80,7 +92,8 @@ class _Size(click.ParamType):
 @click.option("--trust-remote-code", is_flag=True, help="Run model code that comes with the checkpoint.")
 @click.option("--allow-dense", is_flag=True, help="Accept that many weights stay dense without a rule saying so.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and stop.")
-@click.option("--overwrite", is_flag=True, help="Replace an existing model in the output folder.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing model, or what an interrupted run has left.")
+@click.option("--resume", is_flag=True, help="Go on with an interrupted run, if there is one; see below.")
 @click.option("--push-to-hub", "repo", metavar="REPO", help="Upload the output then; a new repository is private.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report (or plan) as JSON.")
 @handle_errors
@@ -118,28 +131,46 @@ def quantize_command(**options: Any) -> None:
         else:
             tables.print_plan(plan, out)
         return
-    check_output(out, checkpoint.source, options["overwrite"])
+    if not options["resume"]:  # what it makes of an output that is there, the pipeline knows
+        check_output(out, checkpoint.source, options["overwrite"])
     if not quiet:
         tables.print_plan_summary(plan, out)
     for warning in plan.warnings:
         console().print(f"[yellow]Warning:[/] {warning}")
-    with progress(enabled=not quiet) as display:
-        task = display.add_task("Quantizing", total=plan.parameters)
-        report = pipeline.run_plan(
-            checkpoint,
-            plan,
-            out,
-            device=options["device"],
-            seed=options["seed"],
-            overwrite=options["overwrite"],
-            progress=lambda name, count: display.advance(task, count),
-        )
+    report = _run(checkpoint, plan, out, options)
     if quiet:
         write_json(report.to_dict())
-    else:
+    elif report.resumed_parameters < plan.parameters:
         tables.print_report(report)
     if options["repo"] is not None:
         _push(out, options["repo"])
+
+
+def _run(checkpoint: Checkpoint, plan: QuantPlan, out: Path, options: dict[str, Any]) -> QuantReport:
+    from mxquant.manifest import finished_shards
+    from mxquant.pipeline import run_plan
+    from mxquant.work_folder import WorkFolder
+
+    with progress(enabled=not options["as_json"]) as display:
+        task = display.add_task("Quantizing", total=plan.parameters)
+        try:
+            return run_plan(
+                checkpoint,
+                plan,
+                out,
+                device=options["device"],
+                seed=options["seed"],
+                overwrite=options["overwrite"],
+                resume=options["resume"],
+                progress=lambda name, count: display.advance(task, count),
+                notify=lambda text: console().print(text, markup=False),
+            )
+        except KeyboardInterrupt:
+            work = WorkFolder(out).path
+            if count := finished_shards(work):
+                left = f"{count} of {len(plan.shards)} shards are kept in {work}; --resume goes on with them."
+                console().print(left, markup=False)
+            raise
 
 
 def _name(source: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -13,6 +13,7 @@ from mxquant.checkpoint.layout import OutputTensor
 from mxquant.checkpoint.reader import Checkpoint
 from mxquant.checkpoint.writer import ShardWriter
 from mxquant.errors import CheckpointError
+from mxquant.work_folder import work_folder
 
 _COPY_BYTES = 1 << 24
 
@@ -46,41 +47,18 @@ def check_disk_space(folder: Path, needed: int) -> None:
 
 @contextmanager
 def output_folder(out: Path) -> Iterator[Path]:
-    """A folder beside ``out`` that becomes ``out`` if the block succeeds and vanishes if it fails.
+    """A folder that becomes ``out`` if the block succeeds and vanishes if it fails.
 
     Raises ``CheckpointError`` that names ``out`` for whatever the operating system refuses, such as a full disk.
     """
-    partial = out.with_name(out.name + ".partial")
-    made = [folder for folder in partial.absolute().parents if not folder.exists()]
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        yield partial
-        _put_in_place(partial, out)
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        for folder in made:
-            with suppress(OSError):
-                folder.rmdir()
-        if isinstance(error, OSError):
-            where = f" ({error.filename})" if error.filename and str(error.filename) != str(partial) else ""
-            raise CheckpointError(f"cannot write {out}: {error.strerror or error}{where}") from error
-        raise
-
-
-def _put_in_place(partial: Path, out: Path) -> None:
-    if not out.exists():
-        partial.rename(out)
-        return
-    retired = out.with_name(out.name + ".replaced")
-    shutil.rmtree(retired, ignore_errors=True)
-    out.rename(retired)
-    try:
-        partial.rename(out)
-    except BaseException:
-        retired.rename(out)
-        raise
-    shutil.rmtree(retired)
+    with work_folder(out) as work:
+        try:
+            work.clear()
+            work.model.mkdir()
+            yield work.model
+            work.publish()
+        finally:
+            work.clear()
 
 
 @contextmanager

@@ -12,21 +12,24 @@ import platform
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-import mxquant.ops  # noqa: F401  (brings the kernels)
+import mxquant.ops  # brings the kernels
 from mxquant.card.files import write_card
 from mxquant.checkpoint import compressed_tensors
-from mxquant.checkpoint.layout import INDEX_NAME, REPORT_NAME, OutputTensor
+from mxquant.checkpoint.fingerprint import fingerprint, without_times
+from mxquant.checkpoint.layout import FLOAT_DTYPES, INDEX_NAME, REPORT_NAME
 from mxquant.checkpoint.reader import Checkpoint
 from mxquant.checkpoint.writer import ShardWriter, index_json, shard_names
 from mxquant.formats import QuantScheme
+from mxquant.manifest import Manifest, identify
 from mxquant.memory import PeakMemory
-from mxquant.methods.rtn import QuantStats, RowChunk, RowQuantizer, check_weight, tensor_amax
-from mxquant.output import carry_side_files, check_disk_space, check_output, copy_tensor, open_shard, output_folder
+from mxquant.methods.rtn import QuantStats, RowChunk, RowQuantizer, check_finite, check_weight, tensor_amax
+from mxquant.output import carry_side_files, check_disk_space, check_output, copy_tensor, open_shard
 from mxquant.parallel import Workers
 from mxquant.plan import QuantPlan, make_plan
 from mxquant.recipe import QuantRecipe
@@ -35,10 +38,15 @@ from mxquant.scaling import global_scale_for
 from mxquant.scan import small_scale_warnings
 from mxquant.sources import open_source
 from mxquant.tensor_plan import TensorPlan
+from mxquant.work_folder import work_folder
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
+# Kinds of tensors that may well hold infinities, such as masks.
+_NO_WEIGHTS = ("buffer", "unknown")
 # Called with a tensor's name and how many of its parameters are done since the last call.
 Progress = Callable[[str, int], None]
+# Called with a sentence for the user.
+Notify = Callable[[str], None]
 
 
 def quantize_model(
@@ -53,21 +61,29 @@ def quantize_model(
     allow_dense: bool = False,
     trust_remote_code: bool = False,
     revision: str | None = None,
+    resume: bool = False,
     progress: Progress | None = None,
+    notify: Notify | None = None,
 ) -> QuantReport:
     """Quantize a checkpoint's weights and write the result to ``out``.
 
     Parameters
     ----------
     source : folder of safetensors or ``pytorch_model.bin``, a hub id, or a ``.gguf`` file.
-    out : folder to write; must not exist or be empty, unless ``overwrite``.
+    out : folder to write; must not exist or be empty, unless ``overwrite``, which also gives up what
+        an interrupted run has left.
     scheme : one scheme (or a preset's name) for all linear layers, or a recipe.
     device : where the arithmetic runs; the bytes are the same everywhere.
     seed : of stochastic rounding.
     allow_dense : accept that many weights stay dense without a rule saying so.
+    resume : go on where a run that was killed or interrupted stopped; the output is the same as
+        without the interruption, byte for byte. Without such a run it makes no difference, and an
+        output that is complete stays. Shards that are finished also survive errors then.
+    progress, notify : called with what is done; with a sentence on what is resumed.
 
     Raises ``PlanError`` or ``CheckpointError`` before any work starts if the request cannot be
-    met, and ``WeightError`` for NaN or infinities; then nothing is left behind.
+    met, or if there is something to resume of another source or recipe; ``WeightError`` for NaN or
+    infinities, and then nothing is left behind.
     """
     checkpoint, plan = plan_model(
         source,
@@ -77,7 +93,17 @@ def quantize_model(
         trust_remote_code=trust_remote_code,
         revision=revision,
     )
-    return run_plan(checkpoint, plan, out, device=device, seed=seed, overwrite=overwrite, progress=progress)
+    return run_plan(
+        checkpoint,
+        plan,
+        out,
+        device=device,
+        seed=seed,
+        overwrite=overwrite,
+        resume=resume,
+        progress=progress,
+        notify=notify,
+    )
 
 
 def plan_model(
@@ -110,32 +136,60 @@ def run_plan(
     device: str | torch.device = "cpu",
     seed: int = 0,
     overwrite: bool = False,
+    resume: bool = False,
     progress: Progress | None = None,
+    notify: Notify | None = None,
 ) -> QuantReport:
     """Carry out a plan; arguments as for :func:`quantize_model`."""
-    out = Path(out)
-    check_output(out, checkpoint.source, overwrite)
-    check_disk_space(out.absolute(), plan.bytes_after)
-    started = time.perf_counter()
+    out, notify = Path(out), notify or (lambda text: None)
     run = _Run(checkpoint, plan, torch.device(device), seed, progress or (lambda name, count: None))
-    names = shard_names(len(plan.shards))
-    with PeakMemory() as memory, output_folder(out) as folder:
-        with Workers(run.device) as workers:
-            for file, shard in zip(names, plan.shards, strict=True):
-                with open_shard(folder / file, shard) as writer:
-                    run.write_shard(shard, writer, workers)
-        if len(names) > 1:
+    source = fingerprint(checkpoint)
+    done = QuantReport.of_output(out, plan, seed, versions(), source) if resume else None
+    if done is not None:
+        notify(f"{out} is complete already; nothing to do.")
+        with work_folder(out) as work:
+            work.clear()
+        return done
+    check_output(out, checkpoint.source, overwrite)
+    with work_folder(out) as work:
+        check_output(out, checkpoint.source, overwrite)  # what a killed process had put aside is back
+        settings = {"seed": seed, "device": run.device.type, "kernels": _kernels(run.device)}
+        identity = identify(source, plan, settings, versions())
+        manifest = Manifest.start(work, identity, plan, resume=resume, overwrite=overwrite)
+        if resume:
+            notify(manifest.summary())
+        report = QuantReport(plan, str(out), {}, 0.0, None, None, seed, versions(), without_times(source))
+        try:
+            _build(checkpoint, run, manifest, work.model, report)
+            work.publish()
+        except BaseException as error:
+            if not (manifest.finished and (resume or not isinstance(error, Exception))):
+                work.clear()
+            raise
+        work.clear()
+    return report
+
+
+def _build(checkpoint: Checkpoint, run: _Run, manifest: Manifest, folder: Path, report: QuantReport) -> None:
+    """Write into ``folder`` what is not finished, and complete the report; what makes it a model comes last."""
+    plan = report.plan
+    check_disk_space(
+        Path(report.out).absolute(), plan.bytes_after - sum(file.stat().st_size for file in folder.iterdir())
+    )
+    started = time.perf_counter()
+    with PeakMemory() as memory:
+        report.resumed_parameters = run.write_shards(folder, manifest)
+        if len(plan.shards) > 1:
             (folder / INDEX_NAME).write_text(index_json(plan.shards))
         carry_side_files(checkpoint, folder)
-        seconds = time.perf_counter() - started
-        report = QuantReport(plan, str(out), run.stats, seconds, memory.peak, memory.start, seed, versions())
-        data = report.to_dict()
+        report.stats = {t.name: run.stats[t.name] for t in plan.quantized}
+        data = report.to_file()
         (folder / REPORT_NAME).write_text(json.dumps(data, indent=2) + "\n")
         write_card(folder, data)
         config = {**checkpoint.config, "quantization_config": plan.quantization_config}
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    report.peak_bytes = memory.peak
-    return report
+    report.seconds = time.perf_counter() - started
+    report.base_bytes, report.peak_bytes = memory.start, memory.peak
 
 
 @dataclass
@@ -162,15 +216,44 @@ class _Run:
                 self._groups[t.group].append(t)
         self._group_amax: dict[tuple[str, int], torch.Tensor] = {}
 
-    def write_shard(self, shard: list[OutputTensor], writer: ShardWriter, workers: Workers) -> None:
+    def write_shards(self, folder: Path, manifest: Manifest) -> int:
+        """Write the shards that are not finished; returns how many parameters are in those that are.
+
+        The disk catches up on one while the next is made. The last is not listed as finished: after
+        it there is next to nothing left to do.
+        """
+        files = [folder / name for name in shard_names(len(self._plan.shards))]
+        finished, resumed = manifest.finished, 0
+        with Workers(self.device) as workers, ThreadPoolExecutor(1) as disk:
+            pending = []
+            for file, shard in zip(files, self._plan.shards, strict=True):
+                tensors = [self._tensors[o.name] for o in shard if o.name in self._tensors]
+                if file.name in finished:
+                    self.stats |= finished[file.name]
+                    for t in tensors:
+                        resumed += t.parameters
+                        self._progress(t.name, t.parameters)
+                    continue
+                with open_shard(file, shard) as writer:
+                    self.write_shard(tensors, writer, workers)
+                if file is not files[-1]:
+                    stats = {t.name: self.stats[t.name] for t in tensors if t.scheme}
+                    pending.append(disk.submit(manifest.add, file, stats))
+            for future in pending:
+                future.result()
+        return resumed
+
+    def write_shard(self, tensors: list[TensorPlan], writer: ShardWriter, workers: Workers) -> None:
         """Copy and quantize the tensors of a shard. Rows of several tensors are in work at once."""
-        tensors = [self._tensors[o.name] for o in shard if o.name in self._tensors]
-        for job, chunk in workers.map(lambda job: (job, job.quantizer(job.start)), self._jobs(tensors, writer)):
+        jobs = self._jobs(tensors, writer)
+        for job, chunk in workers.map(lambda job: (job, job.quantizer(job.start)), jobs):
             self._write_rows(job, chunk, writer)
 
     def _jobs(self, tensors: list[TensorPlan], writer: ShardWriter) -> Iterator[_Job]:
         for t in tensors:
             if t.scheme is None:
+                if t.kind not in _NO_WEIGHTS and t.dtype in FLOAT_DTYPES:
+                    check_finite(self._checkpoint.read(t.name), t.name)
                 copy_tensor(self._checkpoint, t.name, writer)
                 self._progress(t.name, t.parameters)
                 continue
@@ -223,6 +306,12 @@ class _Run:
             members = [m.read_matrix(self._checkpoint, index) for m in self._groups[t.group]]
             self._group_amax[key] = torch.stack([tensor_amax(m) for m in members]).amax()
         return self._group_amax[key]
+
+
+def _kernels(device: torch.device) -> str:
+    """What computes: the sums of errors in the report depend on it in their last digits."""
+    found = mxquant.ops.backend(device.type)
+    return "reference" if found is None else str(found.describe("quantize"))
 
 
 def versions() -> dict[str, str]:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
+from mxquant.checkpoint.fingerprint import without_times
+from mxquant.checkpoint.layout import REPORT_NAME
+from mxquant.checkpoint.writer import shard_names
 from mxquant.methods.rtn import QuantStats
 from mxquant.plan import QuantPlan, TensorPlan
 
@@ -17,7 +22,8 @@ class QuantReport:
 
     ``stats``: what happened to each quantized tensor. ``seconds``: reading, quantizing and writing.
     ``peak_bytes``: largest anonymous memory of the process meanwhile, ``base_bytes`` of it held
-    before; None where the system does not tell.
+    before; None where the system does not tell. ``resumed_parameters``: of tensors that an earlier
+    run had written. ``source_files``: size and checksum of each file of the source.
     """
 
     plan: QuantPlan
@@ -28,6 +34,30 @@ class QuantReport:
     base_bytes: int | None
     seed: int
     versions: dict[str, str] = field(default_factory=dict)
+    source_files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    resumed_parameters: int = 0
+
+    @classmethod
+    def of_output(
+        cls, out: Path, plan: QuantPlan, seed: int, versions: dict[str, str], source: dict[str, dict[str, Any]]
+    ) -> QuantReport | None:
+        """The report of the output that is there already, if ``plan`` would write the same again; None if not.
+
+        ``source``: the fingerprint of the source. Files that it does not hash whole must be older than the output.
+        """
+        path = out / REPORT_NAME
+        try:
+            saved = json.loads(path.read_text(encoding="utf-8"))
+            stats = {t["name"]: _restored(t) for t in saved["tensors"] if t["scheme"]}
+            size = sum((out / name).stat().st_size for name in shard_names(len(plan.shards)))
+            newer = any(f.get("mtime_ns", 0) > path.stat().st_mtime_ns for f in source.values())
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        files = without_times(source)
+        report = cls(plan, str(out), stats, 0.0, None, None, seed, versions, files, plan.parameters)
+        ours = json.loads(json.dumps(report.to_file()))
+        same = {**ours, "source": None} == {**saved, "source": None}  # the same folder may be spelled in two ways
+        return report if same and not newer and size > plan.bytes_after else None
 
     @property
     def total(self) -> QuantStats:
@@ -35,7 +65,8 @@ class QuantReport:
 
     @property
     def parameters_per_second(self) -> float:
-        return self.plan.parameters / self.seconds if self.seconds else math.inf
+        done = self.plan.parameters - self.resumed_parameters
+        return done / self.seconds if self.seconds else math.inf if done else 0.0
 
     def groups(self) -> list[dict[str, Any]]:
         """Quantized layers by projection and scheme, in model order."""
@@ -77,22 +108,31 @@ class QuantReport:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        plan = self.plan.to_dict()
-        tensors = plan.pop("tensors")
-        for t in tensors:
-            if t["name"] in self.stats:
-                t |= summary(self.stats[t["name"]])
         return {
             "out": self.out,
-            **plan,
-            **summary(self.total),
             "seconds": self.seconds,
             "parameters_per_second": self.parameters_per_second,
             "peak_anonymous_bytes": self.peak_bytes,
             "base_anonymous_bytes": self.base_bytes,
+            "resumed_parameters": self.resumed_parameters,
+            **self.to_file(),
+        }
+
+    def to_file(self) -> dict[str, Any]:
+        """The report as it is kept in the output, whose bytes depend on source and recipe, not on the run."""
+        plan = self.plan.to_dict()
+        tensors = plan.pop("tensors")
+        for t in tensors:
+            if t["name"] in self.stats:
+                stats = self.stats[t["name"]]
+                t |= {**summary(stats), "squared_error": stats.error, "squared_norm": stats.signal}
+        return {
+            **plan,
+            **summary(self.total),
             "seed": self.seed,
             "schemes": {t.scheme.name: t.scheme.to_dict() for t in self.plan.quantized if t.scheme},
             "versions": self.versions,
+            "source_files": self.source_files,
             "groups": self.groups(),
             "dense": self.dense(),
             "tensors": tensors,
@@ -106,3 +146,9 @@ def summary(stats: QuantStats) -> dict[str, Any]:
         counts.pop(private)
     sqnr = stats.sqnr_db
     return {"relative_error": stats.relative_error, "sqnr_db": sqnr if math.isfinite(sqnr) else None, **counts}
+
+
+def _restored(tensor: dict[str, Any]) -> QuantStats:
+    counts = ("elements", "blocks", "zero_scales", "subnormal_scales", "saturated")
+    figures = {name: tensor[name] for name in counts}
+    return QuantStats(**figures, error=tensor["squared_error"], signal=tensor["squared_norm"])

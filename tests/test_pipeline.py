@@ -304,7 +304,7 @@ class TestFailuresLeaveNothingBehind:
             return original(self, *args)
 
         monkeypatch.setattr(ShardWriter, "write", write)
-        self._fails(source, out, "No space left", OSError, overwrite=True)
+        self._fails(source, out, "No space left", overwrite=True)
         assert _fingerprint(out) == old
 
 
@@ -313,10 +313,7 @@ def test_overwrite_replaces_the_whole_output(make_checkpoint, tmp_path):
     mxquant.quantize_model(make_checkpoint("llama"), out, UE5M3, max_shard_bytes=9000)
     mxquant.quantize_model(make_checkpoint("llama"), out, "mxfp4", overwrite=True)
     mxquant.quantize_model(make_checkpoint("llama"), tmp_path / "fresh", "mxfp4")
-    ignore = "quantization_report.json"
-    assert {k: v for k, v in _fingerprint(out).items() if k != ignore} == {
-        k: v for k, v in _fingerprint(tmp_path / "fresh").items() if k != ignore
-    }
+    assert _fingerprint(out) == _fingerprint(tmp_path / "fresh")
 
 
 def test_all_problems_of_a_plan_are_told_at_once(make_checkpoint, tmp_path):

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # A unit is a module or package directly under `mxquant`. It may import those further up, and within itself.
 LAYERS = (
     ("errors",),
-    ("blocks", "bundled", "formats", "memory", "parallel", "rng"),
+    ("blocks", "bundled", "formats", "memory", "parallel", "rng", "work_folder"),
     ("activations", "packing"),
     ("recipe",),
     ("numerics",),
@@ -34,7 +34,7 @@ LAYERS = (
     ("output", "transformers"),
     ("sources", "tensor_plan"),
     ("plan", "training"),
-    ("card", "report", "scan"),
+    ("card", "manifest", "report", "scan"),
     ("pipeline",),
     ("analysis",),
     ("_autoload", "densify"),

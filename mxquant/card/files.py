@@ -45,7 +45,10 @@ def restore_card(folder: Path) -> None:
 
 
 def read_report(folder: Path) -> dict[str, Any]:
-    """The report that quantizing left in an output. Raises ``CheckpointError`` where there is none."""
+    """The report that quantizing left in an output, with its place as ``out``.
+
+    Raises ``CheckpointError`` where there is none.
+    """
     path = folder / REPORT_NAME
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
@@ -53,9 +56,9 @@ def read_report(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{folder} has no {REPORT_NAME}, so it is no output of mxquant quantize") from error
     except ValueError as error:
         raise CheckpointError(f"{path}: not valid JSON ({error})") from error
-    if not isinstance(report, dict) or not {"out", "on_disk", "schemes", "groups", "dense"} <= report.keys():
+    if not isinstance(report, dict) or not {"on_disk", "schemes", "groups", "dense"} <= report.keys():
         raise CheckpointError(f"{path}: not a report of mxquant quantize")
-    return report
+    return report | {"out": str(folder.absolute())}
 
 
 def _read(path: Path) -> str:

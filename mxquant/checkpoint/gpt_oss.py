@@ -47,6 +47,10 @@ class GptOssCheckpoint(Checkpoint):
                 tensors[name] = info
         self.tensors = tensors
 
+    @property
+    def weight_files(self) -> list[Path]:
+        return list(dict.fromkeys(self._files.values()))
+
     def read(self, name: str) -> torch.Tensor:
         if name not in self._packed:
             return super().read(name)

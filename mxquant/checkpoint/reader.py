@@ -115,6 +115,11 @@ class Checkpoint:
     def nbytes(self) -> int:
         return sum(t.nbytes for t in self.tensors.values())
 
+    @property
+    def weight_files(self) -> list[Path]:
+        """The files that hold tensors."""
+        return list(dict.fromkeys(info.file for info in self.tensors.values()))
+
     def read(self, name: str) -> torch.Tensor:
         """The tensor, as a view of the mapped file."""
         return self._get(name)

@@ -56,32 +56,37 @@ def index_json(shards: list[list[OutputTensor]]) -> str:
     return json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}, indent=2)
 
 
-class ShardWriter:
-    """Writes one shard; ``write`` in any order, then ``finish`` gives it its name.
+def shard_header(tensors: list[OutputTensor]) -> tuple[bytes, dict[str, int]]:
+    """The first bytes of a shard, and the offset of each tensor in what follows them.
 
     Tensors of larger items come first, so that every tensor is aligned to its item size.
     """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offsets: dict[str, int] = {}
+    offset = 0
+    for t in sorted(tensors, key=lambda t: -ITEM_SIZES[t.dtype]):
+        header[t.name] = {"dtype": t.dtype, "shape": list(t.shape), "data_offsets": [offset, offset + t.nbytes]}
+        offsets[t.name] = offset
+        offset += t.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text, offsets
+
+
+class ShardWriter:
+    """Writes one shard; ``write`` in any order, then ``finish`` gives it its name."""
 
     def __init__(self, path: Path, tensors: list[OutputTensor]):
         self._path, self._temporary = path, path.with_name(path.name + ".partial")
-        ordered = sorted(tensors, key=lambda t: -ITEM_SIZES[t.dtype])
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        self._offsets: dict[str, int] = {}
-        self._missing = {t.name: t.nbytes for t in ordered}
-        offset = 0
-        for t in ordered:
-            header[t.name] = {"dtype": t.dtype, "shape": list(t.shape), "data_offsets": [offset, offset + t.nbytes]}
-            self._offsets[t.name] = offset
-            offset += t.nbytes
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        self._data_start = 8 + len(text)
+        header, self._offsets = shard_header(tensors)
+        self._missing = {t.name: t.nbytes for t in tensors}
+        self._data_start = len(header)
         self._file = open(self._temporary, "wb")  # noqa: SIM115 (lives as long as the writer)
         try:
             # A full disk shows now, not after minutes of work.
             if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(self._file.fileno(), 0, self._data_start + offset)
-            self._file.write(struct.pack("<Q", len(text)) + text)
+                os.posix_fallocate(self._file.fileno(), 0, self._data_start + sum(self._missing.values()))
+            self._file.write(header)
         except BaseException:
             self.abort()
             raise
