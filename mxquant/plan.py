@@ -24,7 +24,7 @@ from mxquant.recipe import QuantRecipe, activations_text
 from mxquant.tensor_plan import TensorPlan
 from mxquant.transformers.architectures import KEPT, NameMapper, Parameter, build_meta_model, fused_group, inventory
 from mxquant.transformers.mixtures import Layout, Piece, Place, layout, problems_of
-from mxquant.transformers.parts import OUTSIDE, OUTSIDE_REASON, STATE_SPACE
+from mxquant.transformers.parts import OUTSIDE, OUTSIDE_REASON, STATE_SPACE, needs_plain_weights
 
 MAX_DENSE_SHARE = 0.05
 # What stays dense unless named, as everybody expects.
@@ -145,11 +145,11 @@ def make_plan(
         raise PlanError(problems)
     twice = _stored_twice(checkpoint, tensors, parameters, mapper)
     tensors = [t for t in tensors if t.name not in twice]
-    on_disk, why = _choose_format([t for t in tensors if t.scheme], recipe)
+    on_disk, why = _choose_format([t for t in tensors if t.scheme], recipe, needs_plain_weights(model))
     for t in tensors:
         t.outputs = _outputs(t, on_disk)
     shards = plan_shards([t.outputs for t in tensors], max_shard_bytes)
-    config = _quantization_config(tensors, on_disk, recipe)
+    config = _quantization_config(tensors, on_disk, recipe, mapper)
     present = {mapper(name) for name in checkpoint.tensors if name not in twice}
     tied = {p.name: p.tied_to for p in parameters.values() if p.tied_to and p.name not in present}
     return QuantPlan(
@@ -316,8 +316,8 @@ def _check_coverage(tensors: list[TensorPlan], recipe: QuantRecipe, allow_dense:
     return []
 
 
-def _choose_format(quantized: list[TensorPlan], recipe: QuantRecipe) -> tuple[str, str]:
-    """The on-disk format and the reason for it."""
+def _choose_format(quantized: list[TensorPlan], recipe: QuantRecipe, obstacle: str | None) -> tuple[str, str]:
+    """The on-disk format and the reason for it. ``obstacle``: what keeps others from reading packed weights."""
     if recipe.activations or recipe.kv_cache:
         what = "activations" if recipe.activations else "keys and values"
         return native.QUANT_METHOD, f"it says what {what} are rounded to as the model runs"
@@ -335,6 +335,8 @@ def _choose_format(quantized: list[TensorPlan], recipe: QuantRecipe) -> tuple[st
     if any(t.kind == "experts" and t.scheme and t.scheme.global_scale for t in quantized):
         why = "transformers ignores the global scales of experts in compressed-tensors, so their weights would be wrong"
         return native.QUANT_METHOD, why
+    if obstacle:
+        return native.QUANT_METHOD, obstacle
     uneven = next((t for t in quantized if t.scheme and t.matrix[1] % t.scheme.block_shape[1]), None)
     if uneven:
         return native.QUANT_METHOD, f"{uneven.name} has {uneven.matrix[1]} input features, not a whole number of blocks"
@@ -368,18 +370,25 @@ def _entry_name(t: TensorPlan) -> str:
     return t.module if t.experts is None else t.name
 
 
-def _quantization_config(tensors: list[TensorPlan], on_disk: str, recipe: QuantRecipe) -> dict[str, Any]:
+def _quantization_config(
+    tensors: list[TensorPlan], on_disk: str, recipe: QuantRecipe, mapper: NameMapper
+) -> dict[str, Any]:
     quantized = [t for t in tensors if t.scheme]
     if on_disk == native.QUANT_METHOD:
         entries = [_entry(t, t.scheme, recipe) for t in quantized if t.scheme]
         return native.build_config(entries, [_entry_name(t) for t in tensors], recipe.kv_cache)
     scheme = quantized[0].scheme
     assert scheme is not None
-    return compressed_tensors.build_config(scheme, _dense_linears(tensors))
+    return compressed_tensors.build_config(scheme, _dense_linears(tensors, mapper))
 
 
-def _dense_linears(tensors: Iterable[TensorPlan]) -> list[str]:
+def _dense_linears(tensors: Iterable[TensorPlan], mapper: NameMapper) -> list[str]:
+    def in_model(t: TensorPlan) -> str:
+        return (mapper(t.name) or t.name).removesuffix(".weight")
+
     layers = (*_QUANTIZED, KEPT, OUTSIDE, "router", "output head")
-    dense = [t.module for t in tensors if not t.scheme and t.kind in layers]
+    names = {t.module: in_model(t) for t in tensors if not t.scheme and t.kind in layers}
+    quantized = [name for t in tensors if t.scheme for name in (t.module, in_model(t))]
+    dense = compressed_tensors.ignored(names, quantized)
     # The head is ignored by name even where it is tied and has no tensor of its own.
     return sorted({*dense, "lm_head"}) if not any(t.scheme and t.kind == "output head" for t in tensors) else dense

@@ -7,7 +7,9 @@ Names, shapes and quirks are those of compressed-tensors 0.20: ``<module>.weight
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -84,6 +86,33 @@ def build_config(scheme: QuantScheme, ignore: Iterable[str]) -> dict[str, Any]:
         "global_compression_ratio": None,
         "version": _WRITER_VERSION,
     }
+
+
+def ignored(names: Mapping[str, str], quantized: Iterable[str]) -> list[str]:
+    """Entries of ``ignore`` for dense layers. ``names``: what the files call each -> what the model does.
+
+    Readers look for the one or the other, so where they differ, a pattern has what both end with. If
+    that fits a layer of ``quantized`` as well, both names are listed.
+    """
+    packed, found = list(quantized), []
+    for file, model in names.items():
+        end = _common_end(file, model)
+        pattern = rf"(.*\.)?{re.escape(end)}$"
+        if file == model:
+            found.append(file)
+        elif end and not any(re.match(pattern, name) for name in packed):
+            found.append(f"re:{pattern}")
+        else:
+            found += [file, model]
+    return found
+
+
+def _common_end(a: str, b: str) -> str:
+    """The longest common end of two dotted names, in whole words."""
+    words = itertools.takewhile(
+        lambda pair: pair[0] == pair[1], zip(a.split(".")[::-1], b.split(".")[::-1], strict=False)
+    )
+    return ".".join([word for word, _ in words][::-1])
 
 
 def parse_config(config: dict[str, Any]) -> QuantScheme:

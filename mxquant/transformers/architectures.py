@@ -23,6 +23,7 @@ from mxquant.errors import CheckpointError
 from mxquant.transformers.classes import auto_class
 from mxquant.transformers.mixtures import Place, matrices, place_by, routers
 from mxquant.transformers.parts import (
+    FALCON_LINEAR,
     OUTSIDE,
     OUTSIDE_REASON,
     STATE_SPACE,
@@ -160,7 +161,7 @@ def is_plain_linear(module: nn.Module) -> bool:
     own, but no subclass that computes more (some routers of experts)."""
     from transformers.pytorch_utils import Conv1D
 
-    if type(module).__name__ == "FalconLinear":
+    if type(module).__name__ == FALCON_LINEAR:
         return isinstance(module, nn.Linear)
     return type(module).forward in (nn.Linear.forward, Conv1D.forward)
 

@@ -15,7 +15,7 @@ def auto_class(config: Mapping[str, Any]) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM
     from transformers.models.auto import modeling_auto as names
 
-    model_type = config.get("model_type")
+    model_type = str(config.get("model_type"))
     if "AutoModelForCausalLM" in (config.get("auto_map") or {}):
         return AutoModelForCausalLM
     causal = names.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

@@ -14,6 +14,10 @@ OUTSIDE_REASON = "outside the language model"
 STATE_SPACE = "state space"
 STATE_SPACE_REASON = "parameter of a state space"
 
+# Falcon's own linear layer, the product written out.
+FALCON_LINEAR = "FalconLinear"
+# Mixers whose output projection the classes initialize once more after loading.
+_TOUCHED_EARLY = ("MambaMixer", "Mamba2Mixer", "FalconMambaMixer")
 # Where a mixer has a layer of its own for the step. Kernels read its weight without calling it.
 _STEP = "dt_proj"
 
@@ -39,6 +43,23 @@ def language_model(model: Any) -> Callable[[str], bool]:
         return verdicts[name]
 
     return belongs
+
+
+def needs_plain_weights(model: Any) -> str | None:
+    """Why transformers by itself cannot load packed layers of a model, whose weights it decodes last; or None."""
+    for module in model.modules():
+        kind = type(module).__name__
+        if kind in _TOUCHED_EARLY:
+            return f"transformers touches weights of {kind} before compressed-tensors has decoded them"
+        if isinstance(module, nn.Linear) and kind == FALCON_LINEAR:
+            return f"{kind} multiplies by its weight itself, which compressed-tensors does not decode for it"
+    ties = getattr(model, "all_tied_weights_keys", None) or {}
+    head, embedding = output_head(model), model.get_input_embeddings()
+    for name in ties:
+        module = model.get_submodule(name.rpartition(".")[0])
+        if isinstance(module, nn.Linear) and module is not head and module is not embedding:
+            return f"{name} is tied to another layer, and transformers does not tie compressed-tensors' packed weights"
+    return None
 
 
 def output_head(model: Any) -> nn.Module | None:
