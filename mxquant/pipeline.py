@@ -42,7 +42,7 @@ from mxquant.work_folder import work_folder
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 # Kinds of tensors that may well hold infinities, such as masks.
-_NO_WEIGHTS = ("buffer", "unknown")
+_NO_WEIGHTS = ("buffer", "ignored", "unknown")
 # Called with a tensor's name and how many of its parameters are done since the last call.
 Progress = Callable[[str, int], None]
 # Called with a sentence for the user.

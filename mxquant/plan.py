@@ -36,6 +36,7 @@ KNOWN_KINDS = (
     "convolution",
     "router",
     "buffer",
+    "ignored",
     KEPT,
     STATE_SPACE,
     OUTSIDE,
@@ -222,6 +223,9 @@ def _decide(
             continue
         if place and place.is_whole and not parameter:
             tensors.append(TensorPlan(info.name, info.dtype, info.shape, "buffer", None, "buffer"))
+            continue
+        if place is None and mapper.ignores(info.name):
+            tensors.append(TensorPlan(info.name, info.dtype, info.shape, "ignored", None, "ignored by the model class"))
             continue
         if not (place and parameter and place.is_whole):
             reason = "not a parameter of the model class, or only a part of one"

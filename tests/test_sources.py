@@ -100,6 +100,17 @@ class TestPytorchFiles:
         assert report.plan.tied == {"lm_head.weight": "model.embed_tokens.weight"}
         assert "lm_head.weight" not in _tensors(tmp_path / "out")
 
+    def test_masks_of_old_that_the_model_ignores_are_no_weights_left_dense(self, make_checkpoint, tmp_path):
+        source = _as_bin(make_checkpoint("gpt2"), tmp_path / "bin")
+        tensors = torch.load(source / "pytorch_model.bin")
+        masks = {f"transformer.h.{i}.attn.bias": torch.ones(1, 1, 64, 64).tril() for i in range(2)}
+        torch.save(tensors | masks, source / "pytorch_model.bin")
+        report = mxquant.quantize_model(source, tmp_path / "out", SCHEME)
+        kinds = {t.name: t.kind for t in report.plan.tensors}
+        assert {kinds[name] for name in masks} == {"ignored"}
+        after = _tensors(tmp_path / "out")
+        assert all(torch.equal(after[name], mask) for name, mask in masks.items())
+
     def test_no_code_of_them_runs(self, make_checkpoint, tmp_path):
         class Attack:
             def __reduce__(self):

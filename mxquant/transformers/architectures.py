@@ -204,6 +204,7 @@ class NameMapper:
         self._by_pattern = {p: c for c in self._converters for p in c.source_patterns}
         self._prefix = getattr(model, "base_model_prefix", "")
         self._known = dict(model.state_dict())
+        self._ignored = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
 
     def __call__(self, name: str) -> str | None:
         """The parameter that the tensor is, or None: unknown, or one part of a fused parameter."""
@@ -223,6 +224,10 @@ class NameMapper:
         if pattern is None:
             return Place(target)
         return place_by(self._by_pattern[pattern], pattern, target, self._renamed(name))
+
+    def ignores(self, name: str) -> bool:
+        """Whether the model's class says that files may hold the tensor and that nobody needs it."""
+        return any(re.search(pattern, name) for pattern in self._ignored)
 
     def missing(self, names: Iterable[str], parameters: Iterable[Parameter]) -> Iterator[str]:
         """Parameters that no tensor of the checkpoint fills and that are not tied to one that is."""
