@@ -17,7 +17,10 @@ from mxquant.formats import QuantScheme
 from mxquant.ops import QTensor
 from mxquant.output import carry_side_files, check_disk_space, check_output, copy_tensor, open_shard, output_folder
 from mxquant.pipeline import DEFAULT_SHARD_BYTES, Progress
+from mxquant.transformers.matching import header_problems
 
+# How tensors end that mean nothing without the packed weight.
+_PARTS = (".weight_scale", ".weight_global_scale", ".weight_packed")
 # What the name of a packed tensor has that the dense one has not.
 _SUFFIXES = {native.QUANT_METHOD: "", compressed_tensors.QUANT_METHOD: "_packed"}
 
@@ -87,10 +90,22 @@ class _Reader:
         self.outputs += [
             OutputTensor(i.name, i.dtype, i.shape) for i in checkpoint.tensors.values() if i.name not in parts
         ]
-        if table is not None:
-            lost = table.unmatched([e.name for e in self.entries.values()])
-            if lost:
-                raise CheckpointError(f"{checkpoint.folder}: the config names {lost[0]}, which has no tensor")
+        self._check(parts, [] if table is None else table.unmatched([e.name for e in self.entries.values()]))
+
+    def _check(self, parts: set[str], unmatched: list[str]) -> None:
+        """Raise ``CheckpointError`` if config and tensors do not agree: before any work."""
+        checkpoint = self._checkpoint
+        if unmatched:
+            raise CheckpointError(f"{checkpoint.folder}: the config names {unmatched[0]}, which has no tensor")
+        if not self.entries:
+            raise CheckpointError(f"{checkpoint.folder}: the config says that weights are packed, and no tensor is")
+        headers = {name: (info.dtype, info.shape) for name, info in checkpoint.tensors.items()}
+        for entry in self.entries.values():
+            if problems := header_problems(entry, headers, self._suffix):
+                raise CheckpointError(f"{checkpoint.folder}: {problems[0]}")
+        for name in checkpoint.tensors:
+            if name not in parts and name.endswith(_PARTS):
+                raise CheckpointError(f"{checkpoint.folder}: {name} is a part of a packed weight that is not there")
 
     def dense(self, name: str) -> torch.Tensor:
         entry = self.entries[name]
@@ -133,6 +148,8 @@ def _entry(info: TensorInfo, table: native.ModuleTable | None, scheme: QuantSche
     if module == info.name:
         return None
     assert scheme is not None
+    if len(info.shape) != 2:
+        raise CheckpointError(f"{info.name} ({info.dtype} {list(info.shape)}) is not a packed matrix")
     return native.ModuleEntry(module, scheme, (info.shape[0], info.shape[1] * 2))
 
 

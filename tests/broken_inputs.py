@@ -46,6 +46,10 @@ def make_good(folder: Path) -> None:
     (folder / "LICENSE").write_text("Do as you like.")
 
 
+# Name of a tensor -> dtype, shape, bytes.
+Tensors = dict[str, tuple[str, list[int], bytes]]
+
+
 @dataclass(frozen=True)
 class Fault:
     """``breaks(folder)`` makes a good checkpoint a broken one; ``says``: what the message must have in it."""
@@ -189,7 +193,7 @@ def entry(**values: Any) -> Callable[[Path], object]:
     return header(change)
 
 
-def repack(folder: Path, change: Callable[[dict[str, tuple[str, list[int], bytes]]], object], file: str = SECOND):
+def repack(folder: Path, change: Callable[[Tensors], object], file: str = SECOND):
     """Write a shard anew from what ``change`` makes of its tensors: name -> dtype, shape, bytes. The index follows."""
     found, data = read_shard(folder / file)
     found.pop("__metadata__", None)
@@ -212,7 +216,7 @@ def repack(folder: Path, change: Callable[[dict[str, tuple[str, list[int], bytes
 def value(name: str, bits: int) -> Callable[[Path], object]:
     """Puts the bfloat16 of these bits into row 5, column 3 of a tensor, or at element 3 of a vector."""
 
-    def change(tensors: dict[str, tuple[str, list[int], bytes]]) -> None:
+    def change(tensors: Tensors) -> None:
         dtype, shape, raw = tensors[name]
         at = 2 * (3 if len(shape) == 1 else 5 * shape[1] + 3)
         tensors[name] = dtype, shape, raw[:at] + struct.pack("<H", bits) + raw[at + 2 :]
@@ -223,7 +227,7 @@ def value(name: str, bits: int) -> Callable[[Path], object]:
 def as_dtype(name: str, dtype: str, size: int) -> Callable[[Path], object]:
     """Stores a tensor as zeros of another dtype."""
 
-    def change(tensors: dict[str, tuple[str, list[int], bytes]]) -> None:
+    def change(tensors: Tensors) -> None:
         shape = tensors[name][1]
         tensors[name] = dtype, shape, bytes(size * shape[0] * shape[1])
 
@@ -233,7 +237,7 @@ def as_dtype(name: str, dtype: str, size: int) -> Callable[[Path], object]:
 def renamed(name: str) -> Callable[[Path], object]:
     """Gives the matrix ``UP`` a name that the model does not know."""
 
-    def change(tensors: dict[str, tuple[str, list[int], bytes]]) -> None:
+    def change(tensors: Tensors) -> None:
         tensors[name] = tensors.pop(UP)
 
     return lambda folder: repack(folder, change)

@@ -31,7 +31,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     except RecursionError as error:
         raise CheckpointError(f"{path}: not valid JSON (nested without end)") from error
     except ValueError as error:
-        raise CheckpointError(f"{path}: {_what_file(path) or f'not valid JSON ({error})'}") from error
+        raise CheckpointError(f"{path}: {what_file(path) or f'not valid JSON ({error})'}") from error
     if not isinstance(data, dict):
         raise CheckpointError(f"{path}: a {type(data).__name__}, not a JSON object")
     return data
@@ -39,10 +39,10 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 def why_not_whole(path: Path, error: Exception) -> str:
     """What is wrong with a weight file that a library could not open."""
-    return _what_file(path) or " ".join(str(error).split()).removeprefix("Error while deserializing header: ")
+    return what_file(path) or " ".join(str(error).split()).removeprefix("Error while deserializing header: ")
 
 
-def _what_file(path: Path) -> str | None:
+def what_file(path: Path) -> str | None:
     """What a file is, if that can be seen from its first bytes, and what to do about it."""
     try:
         if path.is_dir():

@@ -43,6 +43,7 @@ from mxquant.formats import QuantScheme
 
 QUANT_METHOD = "mxquant"
 FORMAT_VERSION = 3
+_WHERE = "quantization_config in config.json"
 
 
 @dataclass(frozen=True)
@@ -228,10 +229,10 @@ def parse_config(config: dict[str, Any]) -> ModuleTable:
         raise CheckpointError(f"quantization method {config.get('quant_method')!r} is not {QUANT_METHOD}'s own format")
     version = config.get("format_version")
     if not isinstance(version, int) or version < 1:
-        raise CheckpointError(f"the quantization config has no valid format_version (found {version!r})")
+        raise CheckpointError(f"{_WHERE} has no valid format_version (found {version!r})")
     if version > FORMAT_VERSION:
         raise CheckpointError(
-            f"the checkpoint has format version {version}, written by mxquant {config.get('mxquant_version')}; "
+            f"{_WHERE} has format version {version}, written by mxquant {config.get('mxquant_version')}; "
             f"mxquant {mxquant.__version__} reads up to {FORMAT_VERSION}: upgrade mxquant"
         )
     try:
@@ -244,21 +245,36 @@ def parse_config(config: dict[str, Any]) -> ModuleTable:
                 _matrix_shape(group["shape"]),
                 bool(group["transposed"]),
                 ActivationScheme.read(group.get("activations")),
-                None if group.get("experts") is None else int(group["experts"]),
+                _experts(group.get("experts")),
             )
             for group in config["modules"]
-            for name in group["names"]
+            for name in _names(group["names"])
         ]
         return ModuleTable(entries, kv_cache)
     except SchemeError as error:
-        raise CheckpointError(f"the checkpoint uses a number format this mxquant does not know: {error}") from error
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise CheckpointError(f"the quantization config is incomplete or malformed: {error!r}") from error
+        raise CheckpointError(f"{_WHERE} has a number format that this mxquant does not know: {error}") from error
+    except KeyError as error:
+        raise CheckpointError(f"{_WHERE} is malformed: there is no {error}") from error
+    except (TypeError, AttributeError, ValueError) as error:
+        raise CheckpointError(f"{_WHERE} is malformed: {error}") from error
 
 
 def _matrix_shape(shape: Any) -> tuple[int, int]:
-    rows, columns = shape
-    return int(rows), int(columns)
+    if not isinstance(shape, list) or len(shape) != 2 or not all(isinstance(n, int) and n > 0 for n in shape):
+        raise ValueError(f"shape {shape!r} is not [out_features, in_features]")
+    return shape[0], shape[1]
+
+
+def _experts(count: Any) -> int | None:
+    if count is not None and (not isinstance(count, int) or count < 1):
+        raise ValueError(f"experts {count!r} is not a number of experts")
+    return count
+
+
+def _names(names: Any) -> list[str]:
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"names {names!r} is not a list of names")
+    return names
 
 
 def with_wildcards(name: str) -> str:

@@ -8,6 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from mxquant.checkpoint.damage import what_file
 from mxquant.checkpoint.layout import INDEX_NAME, ITEM_SIZES, SINGLE_NAME
 from mxquant.inspection.faults import Verification
 
@@ -102,7 +103,8 @@ def _read_header(path: Path, found: Verification) -> dict[str, Any]:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else None
         if length is None or not 2 <= length <= min(_LARGEST_HEADER, size - 8):
-            found.add("files", f"{path.name} ({size} bytes) has no whole safetensors header")
+            what = f": {found_instead}" if (found_instead := what_file(path)) else ""
+            found.add("files", f"{path.name} ({size} bytes) has no whole safetensors header{what}")
             return {}
         try:
             header = json.loads(file.read(length))

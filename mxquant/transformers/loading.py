@@ -57,7 +57,14 @@ def load(
         kwargs["config"] = config
     if dtype is not None:
         kwargs["dtype"] = dtype
-    return auto_class(described).from_pretrained(path, device_map=device_map, **kwargs)
+    with_info = kwargs.pop("output_loading_info", False)
+    loader = auto_class(described)
+    model, info = loader.from_pretrained(path, device_map=device_map, output_loading_info=True, **kwargs)
+    lost = sorted(info["missing_keys"])
+    if lost and method is not None:  # transformers fills them with random numbers
+        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        raise CheckpointError(f"{path} lacks tensor {lost[0]}{more}")
+    return (model, info) if with_info else model
 
 
 def _model_config(path: str | Path, where: dict[str, Any]) -> dict[str, Any]:

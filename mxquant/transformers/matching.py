@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from mxquant.checkpoint.damage import why_not_whole
 from mxquant.checkpoint.native import ModuleEntry, ModuleTable
 from mxquant.checkpoint.writer import DTYPE_NAMES
 from mxquant.errors import CheckpointError
@@ -63,7 +65,8 @@ def read_headers(files: Iterable[str]) -> Headers:
                     part = handle.get_slice(name)
                     found[name] = (part.get_dtype(), tuple(part.get_shape()))
         except Exception as error:  # SafetensorError and OSError, by version
-            raise CheckpointError(f"{file}: not a whole safetensors file: {error}") from error
+            why = why_not_whole(Path(file), error)
+            raise CheckpointError(f"{file}: not a whole safetensors file: {why}") from error
     return found
 
 
@@ -99,6 +102,7 @@ def find_packed(model: nn.Module, headers: Headers, table: ModuleTable, packed_n
             problems += header_problems(entry, headers, suffix)
         else:
             lost.append(name.removesuffix(".weight"))
+    problems += _unfilled(model, mapper, headers, table, suffix)
     unlisted = table.unmatched(listed)
     if unlisted:
         problems.append(f"the quantization config lists {_some(unlisted)}, which the files do not hold")
@@ -187,11 +191,19 @@ def table_of_compressed_tensors(headers: Headers) -> ModuleTable:
         if name == key:
             continue
         kind, scales = headers.get(f"{name}.weight_scale", ("missing", ()))
-        if dtype != "U8" or len(shape) != 2 or len(scales) != 2 or kind not in ("U8", "F8_E4M3") or not scales[1]:
+        if kind == "missing":
+            raise CheckpointError(f"tensor {name}.weight_scale is missing")
+        columns = 2 * shape[-1] if shape else 0
+        fits = len(shape) == len(scales) == 2 and shape[0] == scales[0] and columns // max(1, scales[1]) >= 2
+        if dtype != "U8" or kind not in ("U8", "F8_E4M3") or not fits:
             raise CheckpointError(f"{key} ({dtype} {list(shape)}, scale {kind} {list(scales)}) is not NVFP4 or MXFP4")
-        columns = 2 * shape[1]
         preset = "nvfp4" if kind == "F8_E4M3" else "mxfp4"
         entries.append(ModuleEntry(name, QuantScheme.preset(preset, block=columns // scales[1]), (shape[0], columns)))
+    packed = {entry.name for entry in entries}
+    for key in headers:
+        module, _, leaf = key.rpartition(".")
+        if leaf in ("weight_scale", "weight_global_scale") and module not in packed:
+            raise CheckpointError(f"tensor {module}.{COMPRESSED_TENSORS_PACKED} is missing, which {key} belongs to")
     if not entries:
         raise CheckpointError("the files hold no packed weights, though the config says compressed-tensors")
     return ModuleTable(entries)
@@ -219,6 +231,14 @@ def _shape_problems(model: nn.Module, target: str, entry: ModuleEntry) -> list[s
     if dense in (entry.shape, entry.dense_shape):
         return []
     return [f"{entry.name} is {list(entry.shape)}, but the model's is {list(dense or ())}"]
+
+
+def _unfilled(model: nn.Module, mapper: NameMapper, headers: Headers, table: ModuleTable, suffix: str) -> list[str]:
+    """Weights that the table lists and the files do not hold: those of other layers may match the same pattern."""
+    names = [key.removesuffix(suffix) if suffix else key for key in headers]
+    prefix = getattr(model, "base_model_prefix", "")
+    missing = mapper.missing(names, inventory(model))
+    return [f"tensor {name}{suffix} is missing" for name in missing if _match(table, name, prefix) is not None]
 
 
 def header_problems(entry: ModuleEntry, headers: Headers, suffix: str) -> list[str]:
