@@ -141,6 +141,9 @@ class MXQuantHfQuantizer(HfQuantizer):
 
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype or torch.float32
+        for name, module in model.named_modules():
+            if isinstance(module, QuantLinear | QuantExperts) and any(b.is_meta for b in module.buffers(recurse=False)):
+                raise MXQuantError(f"{name} is offloaded; load the model without offload_buffers to make it dense")
         for name, module in list(model.named_modules()):
             if isinstance(module, QuantLinear):
                 model.set_submodule(name, _dense(module, dtype, self._is_transposed(name)))
@@ -192,13 +195,14 @@ class MXQuantHfQuantizer(HfQuantizer):
 
     def _check_loaded(self, model: Any) -> None:
         """Raise ``CheckpointError`` unless every packed layer holds what its scheme says."""
-        several = len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
+        places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
+        offloaded = "disk" in places or len(places) > 1
         for name in (*self.packed.modules, *self.packed.experts):
             try:
                 device = _device(model, name)  # checks shapes, dtypes and devices
             except ValueError as error:
                 raise CheckpointError(f"{name} was not loaded as it was stored: {error}") from error
-            if device.type == "meta" and not several:  # with several devices, it may be offloaded
+            if device.type == "meta" and not offloaded:
                 raise CheckpointError(f"the weight of {name} was not loaded")
 
     def _restore_dtypes(self, model: Any) -> None:
