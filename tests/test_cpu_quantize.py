@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -283,3 +285,42 @@ def test_an_environment_variable_turns_kernels_off(reference):
     assert served == ("reference", "MXQUANT_KERNELS=reference")
     assert reference(mxquant.ops.backend, "cpu") is None
     assert mxquant.ops.backend("cpu").__name__ == "mxquant.kernels.cpu.backend"
+
+
+@pytest.mark.parametrize("work", ["quantize", "dequantize fp4", "dequantize fp8"])
+def test_tables_live_as_long_as_a_kernel_reads_them(work, monkeypatch):
+    """Two threads may miss a cache of tables at once. It keeps one result; the other thread has only its own."""
+    from mxquant.kernels.cpu import backend
+
+    made = []
+
+    def uncached(function):
+        def make(*args):
+            table = function(*args).clone()
+            made.append(weakref.ref(table))
+            return table
+
+        return make
+
+    for name in ("_quant_tables", "_decode_table", "element_table"):
+        monkeypatch.setattr(backend, name, uncached(getattr(backend, name)))
+
+    def watched(function):
+        def call(job):
+            assert made.pop()() is not None
+            return function(job)
+
+        return call
+
+    scheme = QuantScheme(element="fp8_e4m3" if work.endswith("fp8") else "fp4_e2m1")
+    q = mxquant.quantize(weight(8, 64), scheme)
+    made.clear()
+    library = L.library()
+    functions = {name: getattr(library, name) for name in ("mxq_level", "mxq_quant_tables", "mxq_decode_table")}
+    functions |= {name: watched(getattr(library, name)) for name in ("mxq_quantize", "mxq_dequantize")}
+    monkeypatch.setattr(L, "library", lambda: SimpleNamespace(**functions))
+    if work == "quantize":
+        assert backend.quantize(weight(8, 64), scheme, 0, None) is not None
+    else:
+        assert torch.equal(backend.dequantize(q.packed, q.scale, None, (8, 64), scheme, torch.float32), q.dequantize())
+    assert not made

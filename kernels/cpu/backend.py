@@ -97,11 +97,12 @@ def quantize_rows(
     scale = torch.empty(scheme.scale_shape(shape), dtype=torch.uint8)
     g = 0.0 if global_scale is None else float(global_scale)
     rule, fmt = _rule(scheme), _format(scheme, g)
+    tables = _quant_tables(scheme, rows.dtype, g)  # held while in use: threads that meet in a cache keep one of theirs
     job = L.QuantJob(
         x=rows.data_ptr(), rows=shape[0], columns=shape[1], stride=rows.stride(0), dtype=L.DTYPES[rows.dtype],
         block_rows=scheme.block_shape[0], block_columns=scheme.block_shape[1],
         rule=rule.number, carry=rule.carry, largest=rule.largest,
-        format=fmt, tables=_quant_tables(scheme, rows.dtype, g).data_ptr(),
+        format=fmt, tables=tables.data_ptr(),
         stochastic=scheme.rounding == "stochastic", with_stats=with_stats, threads=torch.get_num_threads(),
         tries=len(rule.offsets), offsets=(c_float * 16)(*rule.offsets),
         key=seed_key, first_row=first_row, packed=packed.data_ptr(), scale=scale.data_ptr(),
@@ -137,9 +138,11 @@ def dequantize(
         format=_format(scheme, g), out=out.data_ptr(), threads=torch.get_num_threads(),
     )  # fmt: skip
     if scheme.element == "fp4_e2m1":
-        job.table = _decode_table(scheme.scale, dtype, g).data_ptr()
+        table = _decode_table(scheme.scale, dtype, g)  # held while in use, as above
+        job.table = table.data_ptr()
     else:
-        job.elements = element_table(scheme.element).data_ptr()
+        table = element_table(scheme.element)
+        job.elements = table.data_ptr()
     L.check(L.library().mxq_dequantize(byref(job)))
     return out
 
