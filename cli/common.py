@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-# Exit codes: 1 the work failed, 2 the request was wrong (click's own), 130 interrupted.
+# Exit codes: 1 the work failed, 2 the request was wrong (click's own), 3 a model failed the gate of `eval`,
+# 10 and more the faults that `verify` finds, 130 interrupted.
 EXIT_FAILED = 1
+EXIT_GATE = 3
 
 
 def console() -> Console:
@@ -97,8 +99,11 @@ def write_json(data: Any, path: str | Path | None = None) -> None:
     text = json.dumps(data, indent=2, default=str)
     if path is None:
         click.echo(text)
-    else:
+        return
+    try:
         Path(path).write_text(text + "\n")
+    except OSError as error:  # of a full disk it does not say where
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def human_bytes(count: float) -> str:

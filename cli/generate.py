@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +22,30 @@ Examples:
 """
 
 
+# Logits divided by less would not be finite.
+_COLDEST = 1e-3
+
+
+class _Temperature(click.FloatRange):
+    """0, or a number that logits can be divided by."""
+
+    def __init__(self) -> None:
+        super().__init__(min=0)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = float(super().convert(value, param, ctx))
+        if number and not _COLDEST <= number < math.inf:
+            self.fail(f"{value} is neither 0 nor a finite number of at least {_COLDEST}", param, ctx)
+        return number
+
+
 @click.command("generate", epilog=_EPILOG, context_settings={"max_content_width": 120})
 @click.argument("path", type=click.Path())
 @click.argument("prompt")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=200, show_default=True, help="Stop after these.")
 @click.option(
     "--temperature",
-    type=click.FloatRange(min=0),
+    type=_Temperature(),
     default=0.0,
     show_default=True,
     help="0 takes the likeliest token each time.",
@@ -57,7 +75,7 @@ def generate_command(path: str, prompt: str, **options: Any) -> None:
     if options["top_p"] < 1 and options["temperature"] == 0:
         raise click.UsageError("--top-p goes with --temperature above 0")
     if prompt == "-":
-        prompt = click.get_text_stream("stdin").read()
+        prompt = _read_stdin()
     with console().status("starting"):
         from mxquant.evals.models import load_model, quiet_transformers
         from mxquant.evals.sources import find_model
@@ -76,6 +94,15 @@ def generate_command(path: str, prompt: str, **options: Any) -> None:
         return
     click.echo()
     click.echo(_figures(found), err=True)
+
+
+def _read_stdin() -> str:
+    from mxquant.errors import MXQuantError
+
+    try:
+        return click.get_binary_stream("stdin").read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise MXQuantError(f"standard input is not UTF-8 (byte {error.start})") from error
 
 
 def _print(text: str) -> None:

@@ -61,7 +61,7 @@ class _Size(click.ParamType):
             if text.endswith(unit):
                 try:
                     size = int(float(text.removesuffix(unit)) * factor)
-                except ValueError:
+                except (ValueError, OverflowError):  # of words, NaN and infinity
                     break
                 if size > 0:
                     return size
@@ -230,3 +230,5 @@ def _check_device(name: str) -> None:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:
         raise MXQuantError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
+    if torch.device(name).type == "meta":
+        raise MXQuantError(f"device {name!r} cannot be used: it holds no numbers")

@@ -12,6 +12,7 @@ from transformers import TextStreamer
 
 from mxquant.errors import MXQuantError
 from mxquant.evals.models import EvalModel
+from mxquant.evals.sources import first_line
 from mxquant.memory import anonymous_bytes
 
 Emit = Callable[[str], None]
@@ -76,7 +77,7 @@ def generate(model: EvalModel, prompt: str, settings: GenerateSettings, emit: Em
     room = _room(model, length)
     limit = settings.max_new_tokens if room is None else min(settings.max_new_tokens, room)
     clock = _Clock(model.tokenizer, emit)
-    torch.manual_seed(settings.seed)
+    torch.manual_seed(settings.seed % 2**63)  # any number is a seed
     if model.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(model.device)
     started = time.perf_counter()
@@ -131,16 +132,21 @@ def _is_chat(model: EvalModel, settings: GenerateSettings) -> bool:
 
 
 def _tokenize(model: EvalModel, prompt: str, chat: bool) -> Any:
-    if chat:
-        messages = [{"role": "user", "content": prompt}]
-        inputs = model.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-    else:
-        inputs = model.tokenizer(prompt, return_tensors="pt")
+    try:
+        if chat:
+            messages = [{"role": "user", "content": prompt}]
+            inputs = model.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+        else:
+            inputs = model.tokenizer(prompt, return_tensors="pt")
+    except Exception as error:  # of a template as of a text that is none, they come in many kinds
+        what = "chat template" if chat else "tokenizer"
+        raise MXQuantError(f"the {what} of {model.source} cannot take the prompt: {first_line(error)}") from error
     inputs.pop("token_type_ids", None)
     if not inputs["input_ids"].numel():
         raise MXQuantError("the prompt has no tokens; give a text")
+    model.check_tokens(inputs["input_ids"])
     return inputs
 
 

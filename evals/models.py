@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch
 
 from mxquant.errors import CheckpointError, MXQuantError
 from mxquant.evals.sources import Source, find_model, first_line
+from mxquant.qtensor import QTensor
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -49,6 +51,15 @@ class EvalModel:
     def device(self) -> torch.device:
         return self.model.device
 
+    def check_tokens(self, tokens: torch.Tensor) -> None:
+        """Raise ``CheckpointError`` if the tokenizer makes tokens that the model has no embedding for."""
+        rows, largest = self.model.get_input_embeddings().weight.shape[0], int(tokens.max())
+        if largest >= rows:
+            raise CheckpointError(
+                f"the tokenizer of {self.source} makes token {largest}, and the model knows {rows} tokens; "
+                "are they of one model?"
+            )
+
     @contextlib.contextmanager
     def logits(self, tokens: torch.Tensor) -> Iterator[Callable[[int, int], torch.Tensor]]:
         """Logits of ``tokens`` (int64 ``[batch, length]``), a range of positions at a time.
@@ -57,6 +68,7 @@ class EvalModel:
         body runs once and keeps its hidden states; the head runs for the positions asked for. All
         logits of a window are gigabytes where the vocabulary is large.
         """
+        self.check_tokens(tokens)
         tokens = tokens.to(self.device)
         if not takes_positions(self.model):
             whole = self.model(tokens, use_cache=False).logits
@@ -191,18 +203,34 @@ def _load_tokenizer(found: Source, options: dict[str, Any]) -> Any:
 
 def _describe(model: torch.nn.Module, method: str | None) -> tuple[str, float | None]:
     """Scheme and bits per weight of the quantized part."""
-    from mxquant.modules import QuantLinear
-
     weights: Counter[str] = Counter()
     stored = 0
-    for module in model.modules():
-        if isinstance(module, QuantLinear):
-            weights[module.scheme.name] += module.in_features * module.out_features
-            stored += module.qweight.nbytes
+    for q in _packed(model):
+        weights[q.scheme.name] += math.prod(q.shape)
+        stored += q.nbytes
     if not weights:
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
         return (f"dense {dtype}" if method is None else method), None
     return " + ".join(name for name, _ in weights.most_common()), 8 * stored / weights.total()
+
+
+def _packed(model: torch.nn.Module) -> Iterator[QTensor]:
+    """Every packed matrix, those of experts too; one that several layers share comes once."""
+    from mxquant.modules import QuantLinear
+    from mxquant.transformers.experts import QuantExperts
+
+    seen = set()
+    for module in model.modules():
+        if isinstance(module, QuantLinear):
+            found = [module.qweight]
+        elif isinstance(module, QuantExperts):
+            found = [q for name in module.entries for q in module.qtensors(name)]
+        else:
+            continue
+        for q in found:
+            if q.packed.data_ptr() not in seen:
+                seen.add(q.packed.data_ptr())
+                yield q
 
 
 def _weight_bytes(model: torch.nn.Module) -> int:

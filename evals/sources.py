@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +72,7 @@ def find_model(source: str | Path, *, label: str | None = None, trust_remote_cod
     Raises ``CheckpointError`` if there is no such model or it is of no known architecture.
     """
     given = str(source)
-    folder = Path(given).expanduser()
+    folder = Path(os.path.expanduser(given))
     is_folder = folder.is_dir()
     if folder.is_file():
         raise CheckpointError(f"{given} is a file; give the folder that holds config.json and the weights")

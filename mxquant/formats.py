@@ -159,6 +159,7 @@ _NAN_CODES: dict[str, range | tuple[int, ...]] = {
 }
 
 ROUNDINGS = ("nearest", "stochastic")
+MAX_BLOCK_ELEMENTS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -191,6 +192,8 @@ class QuantScheme:
         _check_choice("scale format", self.scale, SCALES)
         _check_choice("rounding", self.rounding, ROUNDINGS)
         object.__setattr__(self, "block", _normalize_block(self.block))
+        if self.global_scale not in (True, False):
+            raise SchemeError(f"global_scale {self.global_scale!r} must be true or false")
         object.__setattr__(self, "global_scale", bool(self.global_scale))
         fmt = SCALES[self.scale]
         if self.scale_rule is None:
@@ -318,7 +321,7 @@ class QuantScheme:
         unknown = set(fields) - set(cls.__dataclass_fields__) - {"preset"}
         if unknown:
             raise SchemeError(
-                f"unknown scheme field {', '.join(sorted(unknown))}; "
+                f"unknown scheme field {', '.join(sorted(map(str, unknown)))}; "
                 f"choose from preset, {', '.join(cls.__dataclass_fields__)}"
             )
         preset = fields.pop("preset", None)
@@ -369,14 +372,21 @@ def _normalize_block(block: Any) -> int | tuple[int, int]:
             return _normalize_block(columns)
         if rows * columns < 2:
             raise SchemeError(f"block {block!r} must hold at least two elements")
-        return rows, columns
+        return _limited((rows, columns), rows * columns)
     if not isinstance(block, int) or isinstance(block, bool) or block < 2:
         raise SchemeError(f"block {block!r} must be a length of at least 2 or a tile (rows, columns)")
+    return _limited(block, block)
+
+
+def _limited(block: Any, elements: int) -> Any:
+    """Rows are padded to whole blocks while they are worked on, so blocks without a limit would fill the memory."""
+    if elements > MAX_BLOCK_ELEMENTS:
+        raise SchemeError(f"block {block!r} has more than {MAX_BLOCK_ELEMENTS} elements")
     return block
 
 
 def _check_choice(what: str, value: Any, choices: Any) -> None:
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise SchemeError(f"unknown {what} {value!r}; choose from {', '.join(choices)}")
 
 

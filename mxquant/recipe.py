@@ -144,14 +144,12 @@ class QuantRecipe:
         unknown = set(data) - set(_KEYS)
         if unknown:
             raise SchemeError(f"unknown recipe key {sorted(unknown)[0]!r}; choose from {', '.join(_KEYS)}")
-        rules = data.get("rules") or []
-        pairs = rules.items() if isinstance(rules, Mapping) else [p for rule in rules for p in _single(rule)]
         default = data.get("default", DENSE)
         return cls(
-            rules=tuple(Rule(str(pattern), _scheme(value)) for pattern, value in pairs),
+            rules=tuple(Rule(str(pattern), _scheme(value)) for pattern, value in _pairs(data.get("rules") or [])),
             default=_scheme(default),
-            include=tuple(data.get("include") or ()),
-            exclude=tuple(data.get("exclude") or ()),
+            include=_patterns("include", data.get("include") or []),
+            exclude=_patterns("exclude", data.get("exclude") or []),
             activations=data.get("activations"),
             kv_cache=data.get("kv_cache"),
         )
@@ -166,14 +164,32 @@ class QuantRecipe:
             return cls.from_dict(data)
         except OSError as error:
             raise SchemeError(f"cannot read recipe {path}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise SchemeError(f"recipe {path} is not UTF-8 (byte {error.start})") from error
+        except RecursionError as error:
+            raise SchemeError(f"recipe {path} nests without end") from error
         except (yaml.YAMLError, SchemeError) as error:
             raise SchemeError(f"recipe {path}: {' '.join(str(error).split())}") from error
 
 
-def _single(rule: Any) -> list[tuple[Any, Any]]:
-    if not isinstance(rule, Mapping):
-        raise SchemeError(f"recipe rule {rule!r} must look like `pattern: scheme`")
-    return list(rule.items())
+def _pairs(rules: Any) -> list[tuple[Any, Any]]:
+    """Pattern and scheme of each rule, of a list of mappings or one mapping."""
+    if isinstance(rules, Mapping):
+        return list(rules.items())
+    if not isinstance(rules, Sequence):
+        raise SchemeError(f"recipe rules {rules!r} must be a list of `pattern: scheme`")
+    for rule in rules:
+        if not isinstance(rule, Mapping):
+            raise SchemeError(f"recipe rule {rule!r} must look like `pattern: scheme`")
+    return [pair for rule in rules for pair in rule.items()]
+
+
+def _patterns(key: str, patterns: Any) -> tuple[str, ...]:
+    """``include`` or ``exclude``: one pattern or a list."""
+    patterns = [patterns] if isinstance(patterns, str) else patterns
+    if not isinstance(patterns, list | tuple) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise SchemeError(f"recipe key {key} must be a pattern or a list of patterns, not {patterns!r}")
+    return tuple(patterns)
 
 
 def _scheme(value: Any) -> QuantScheme | None:

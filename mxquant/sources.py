@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from mxquant.checkpoint import pytorch
@@ -19,7 +20,7 @@ def open_source(source: str | Path, *, revision: str | None = None) -> Checkpoin
     ``.gguf`` file, or a folder with one and no other weights. gpt-oss's MXFP4 is decoded as it is
     read. Raises ``CheckpointError`` for anything else, and for files that are missing or broken.
     """
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     if path.suffix.lower() == ".gguf" and not path.is_dir():
         return GgufCheckpoint(path)
     folder = resolve_source(source, revision=revision)

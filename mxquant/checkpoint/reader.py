@@ -46,8 +46,10 @@ def resolve_source(source: str | Path, *, revision: str | None = None) -> Path:
 
     Raises ``CheckpointError`` if it is neither.
     """
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))  # which leaves a user alone that there is not
     if path.is_dir():
+        if revision is not None:
+            raise CheckpointError(f"{source} is a folder, which has no revisions; drop --revision {revision}")
         return path
     if path.exists():
         raise CheckpointError(f"{source} is a file; name the folder that holds config.json and the weights")
