@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +136,9 @@ def make_plan(
     model = build_meta_model(checkpoint.folder, trust_remote_code=trust_remote_code)
     parameters = {p.name: p for p in inventory(model)}
     mapper = NameMapper(model)
+    twice = _stored_twice(checkpoint, parameters, mapper)
     tensors, problems = _decide(checkpoint, recipe, parameters, mapper)
+    tensors = [t for t in tensors if t.name not in twice]
     missing = list(mapper.missing(checkpoint.tensors, parameters.values()))
     if missing:
         problems.append(_lacks(checkpoint, missing, tensors, type(model).__name__))
@@ -144,8 +146,6 @@ def make_plan(
         problems += _check_coverage(tensors, recipe, allow_dense)
     if problems:
         raise PlanError(problems)
-    twice = _stored_twice(checkpoint, tensors, parameters, mapper)
-    tensors = [t for t in tensors if t.name not in twice]
     on_disk, why = _choose_format([t for t in tensors if t.scheme], recipe, needs_plain_weights(model))
     for t in tensors:
         t.outputs = _outputs(t, on_disk)
@@ -174,22 +174,26 @@ def _lacks(checkpoint: Checkpoint, missing: list[str], tensors: list[TensorPlan]
     return f"{checkpoint.folder} lacks {', '.join(missing[:3])}{more}, which {model} needs{other}"
 
 
-def _stored_twice(
-    checkpoint: Checkpoint, tensors: list[TensorPlan], parameters: dict[str, Parameter], mapper: NameMapper
-) -> set[str]:
+def _stored_twice(checkpoint: Checkpoint, parameters: dict[str, Parameter], mapper: NameMapper) -> set[str]:
     """Tensors that the model ties to another one which the files hold as well, with the same bytes.
 
-    They are written once. What differs is copied as it is: the loader decides what becomes of it.
+    They are written once. Layers with other bytes are layers of their own, in ``parameters`` too: the
+    loader will not tie them.
     """
-    names = {mapper(t.name): t.name for t in tensors}
+    names = {mapper(name): name for name in checkpoint.tensors}
     found = set()
     for target, name in names.items():
         parameter = parameters.get(target or "")
         twin = names.get(parameter.tied_to) if parameter and parameter.tied_to else None
-        if twin and checkpoint.tensors[name].shape == checkpoint.tensors[twin].shape:
+        if parameter is None or twin is None:
+            continue
+        if checkpoint.tensors[name].shape == checkpoint.tensors[twin].shape:
             one, other = checkpoint.read(name), checkpoint.read(twin)
             if one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
                 found.add(name)
+                continue
+        if parameter.kind == "linear":
+            parameters[parameter.name] = replace(parameter, tied_to=None)
     return found
 
 

@@ -7,7 +7,6 @@ Names, shapes and quirks are those of compressed-tensors 0.20: ``<module>.weight
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -91,28 +90,20 @@ def build_config(scheme: QuantScheme, ignore: Iterable[str]) -> dict[str, Any]:
 def ignored(names: Mapping[str, str], quantized: Iterable[str]) -> list[str]:
     """Entries of ``ignore`` for dense layers. ``names``: what the files call each -> what the model does.
 
-    Readers look for the one or the other, so where they differ, a pattern has what both end with. If
-    that fits a layer of ``quantized`` as well, both names are listed.
+    Readers look for the one or the other. Where one has a prefix that the other lacks, a pattern fits
+    both, unless it fits a layer of ``quantized`` as well; other names are both listed.
     """
     packed, found = list(quantized), []
     for file, model in names.items():
-        end = _common_end(file, model)
-        pattern = rf"(.*\.)?{re.escape(end)}$"
+        short, long = sorted((file, model), key=len)
+        pattern = rf"(.*\.)?{re.escape(short)}$"
         if file == model:
             found.append(file)
-        elif end and not any(re.match(pattern, name) for name in packed):
+        elif long.endswith(f".{short}") and not any(re.match(pattern, name) for name in packed):
             found.append(f"re:{pattern}")
         else:
             found += [file, model]
     return found
-
-
-def _common_end(a: str, b: str) -> str:
-    """The longest common end of two dotted names, in whole words."""
-    words = itertools.takewhile(
-        lambda pair: pair[0] == pair[1], zip(a.split(".")[::-1], b.split(".")[::-1], strict=False)
-    )
-    return ".".join([word for word, _ in words][::-1])
 
 
 def parse_config(config: dict[str, Any]) -> QuantScheme:

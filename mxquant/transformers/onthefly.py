@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -39,6 +39,8 @@ def choose(model: nn.Module, recipe: QuantRecipe, headers: Headers | None) -> Pa
     experts = expert_parameters(model)
     places = _places(model, headers, [*(p.name for p in parameters), *experts])
     names = {place.parameter: key for key, place in places.items() if place.is_whole}
+    # Layers that the files hold twice are layers of their own.
+    parameters = [replace(p, tied_to=None) if _held_twice(p, names) else p for p in parameters]
     packed = Packed()
     routers = {p.module for p in parameters if p.kind == "router"}
     linear = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in routers]
@@ -101,6 +103,10 @@ def _pieces(
             activations = recipe.activations_for(scheme) if scheme else None
             pieces.append(Piece(key, place, how, scheme, activations))
     return pieces
+
+
+def _held_twice(parameter: Parameter, names: Collection[str]) -> bool:
+    return parameter.kind == "linear" and parameter.name in names and parameter.tied_to in names
 
 
 def _check(problems: list[str]) -> None:

@@ -30,8 +30,9 @@ def set_aside(model: Any, packed: Collection[str], copies: Mapping[str, str]) ->
     for name in copies:
         model.set_submodule(name, nn.Identity())
     ties = getattr(model, "all_tied_weights_keys", None) or {}
-    for name in list(ties):
-        if name.rpartition(".")[0] in copies or name.rpartition(".")[0] in packed:
+    for name, source in list(ties.items()):
+        target = name.rpartition(".")[0]
+        if target in copies or target in packed or source.rpartition(".")[0] in packed:
             del ties[name]
 
 
