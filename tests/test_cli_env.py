@@ -21,6 +21,7 @@ def test_env_prints_the_same_facts_for_people_and_programs():
 
 
 def test_env_says_what_a_missing_library_costs_and_how_to_get_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(library, "CHOSEN", None)
     monkeypatch.setattr(library, "PATH", tmp_path / "_native.so")
     library.load.cache_clear()
     try:

@@ -30,8 +30,8 @@ pytestmark = pytest.mark.skipif(
 
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> str:
-    """Output of a command. ``PYTHONPATH`` is not inherited."""
-    inherited = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    """Output of a command. What points Python or mxquant at other files is not inherited."""
+    inherited = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "MXQUANT_CPU_LIBRARY")}
     done = subprocess.run(
         list(map(str, command)), cwd=cwd, capture_output=True, text=True, env=inherited | environment, check=False
     )

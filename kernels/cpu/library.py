@@ -18,7 +18,8 @@ import torch
 
 from mxquant.kernels.cpu.build import NAME
 
-PATH = Path(os.environ.get("MXQUANT_CPU_LIBRARY") or Path(__file__).with_name(NAME))
+CHOSEN = os.environ.get("MXQUANT_CPU_LIBRARY")
+PATH = Path(CHOSEN or Path(__file__).with_name(NAME))
 LEVELS = ("portable", "avx2", "avx512")
 OK, BAD_ARGUMENT, NOT_FINITE, NO_MEMORY, NO_SUCH_LEVEL = range(5)
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -66,6 +67,8 @@ class LinearWeight(ctypes.Structure):
 def load() -> ctypes.CDLL | str:
     """The library, ready to be called, or the reason why there is none."""
     if not PATH.exists():
+        if CHOSEN:
+            return f"MXQUANT_CPU_LIBRARY is {CHOSEN}, which is no file"
         return f"{PATH.name} was not built (no C++ compiler when mxquant was installed?)"
     try:
         lib = ctypes.CDLL(str(PATH))
