@@ -91,11 +91,12 @@ def _quantize(out: Path) -> list[Path]:
 
 def _evaluate(folders: list[Path]) -> Report:
     from mxquant.evals.report import Report
-    from mxquant.evals.run import EvalSettings, run
+    from mxquant.evals.run import run
+    from mxquant.evals.settings import EvalSettings
     from mxquant.evals.sources import find_model
     from mxquant.evals.text import load_text
 
-    report = Report([], load_text("builtin"))
+    report = Report([], [load_text("builtin")])
     baseline = find_model(_bundled(), label="bundled model")
     sources = [find_model(folder) for folder in folders]
     run(report, sources, EvalSettings(windows=_WINDOWS, device="cpu"), baseline=baseline, stage=stage)

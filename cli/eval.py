@@ -6,15 +6,16 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from mxquant.cli.common import EXIT_FAILED, console, handle_errors, progress, write_json
+from mxquant.cli.common import EXIT_FAILED, EXIT_GATE, console, handle_errors, progress, write_json
+from mxquant.cli.eval_options import cache_option, check_outputs, gate_options, limits_of, memory_of, output_options
 from mxquant.cli.options import batch_size_option, check_task_options, loading_options, seq_len_option, task_options
 
 if TYPE_CHECKING:
+    from mxquant.evals.gate import Limits
     from mxquant.evals.report import Report
     from mxquant.evals.sources import Source
     from mxquant.evals.tasks import TaskSet
@@ -22,10 +23,17 @@ if TYPE_CHECKING:
 _EPILOG = """\b
 Examples:
   mxquant eval ./Llama-3-8B-fp4-ue5m3-b16 --baseline meta-llama/Llama-3-8B
-  mxquant eval ./a ./b --baseline ./dense --text notes.txt --seq-len 512 --windows 20 --plot ab.png
-  mxquant eval ./a --tasks piqa,hellaswag --limit 200 --no-perplexity
+  mxquant eval ./a --baseline ./dense --text notes.txt --max-ppl-increase 5% --max-kl 0.1
+  mxquant eval ./a ./b --baseline ./dense --text notes.txt --text code.txt --cache ./results --report ab.md
   mxquant eval ./a --tasks hellaswag=hellaswag_val.jsonl,lambada=lambada_test.jsonl --no-perplexity
-  mxquant eval ./a --tasks my_task --include-path ./my_tasks --json
+  mxquant eval ./a --tasks my_task --include-path ./my_tasks --limit 200 --json
+
+\b
+Exit codes:
+  0  everything was measured, and every model is within the limits
+  1  something could not be measured
+  2  the command was mistyped
+  3  a model is beyond a limit of --max-..., or has no figure to compare with it
 """
 
 # Wide enough for a line of every table where nobody's terminal sets the width.
@@ -39,19 +47,22 @@ _SECONDS_BETWEEN_LINES = 10
 @click.option("--baseline", metavar="MODEL", help="Dense model to compare with: KL, top-1 agreement, perplexity ratio.")
 @click.option(
     "--text",
-    default="wikitext2",
-    show_default=True,
+    "texts",
+    multiple=True,
+    default=("wikitext2",),
     metavar="wikitext2|builtin|FILE",
-    help="Text for perplexity: WikiText-2's test split from the hub, Python's documentation, or a UTF-8 file.",
+    help="Text for perplexity: WikiText-2's test split from the hub, Python's documentation, or a UTF-8 file. "
+    "May be given several times.  [default: wikitext2]",
 )
 @seq_len_option
 @click.option("--windows", type=click.IntRange(min=1), help="Use only the first windows.  [default: the whole text]")
 @batch_size_option
 @click.option("--no-perplexity", is_flag=True, help="Only run tasks.")
 @task_options
+@gate_options
 @loading_options
-@click.option("--output", type=click.Path(path_type=Path), help="Write the results to this file as JSON.")
-@click.option("--plot", type=click.Path(path_type=Path), help="Draw the comparison: .png, .pdf or .svg.")
+@cache_option
+@output_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 @handle_errors
 def eval_command(models: tuple[str, ...], **options: Any) -> None:
@@ -61,30 +72,42 @@ def eval_command(models: tuple[str, ...], **options: Any) -> None:
     non-overlapping windows, each after a BOS token where the tokenizer adds one. With --baseline all
     models are held in memory together, so that each of its logits is computed once.
     """
-    _check(options)
+    limits = _check(options)
     # The slow imports come last: names are mistyped often.
-    from mxquant.evals.text import load_text
+    from mxquant.evals.text import load_texts
 
     with console().status("reading the text"):
-        text = None if options["no_perplexity"] else load_text(options["text"])
+        texts = [] if options["no_perplexity"] else load_texts(options["texts"])
     sources, baseline = _find_models(models, options)
     prepare_libraries()
     from mxquant.errors import MXQuantError
+    from mxquant.evals import gate
     from mxquant.evals.report import Report
-    from mxquant.evals.run import EvalSettings, run
+    from mxquant.evals.run import run
+    from mxquant.evals.settings import EvalSettings
 
     tasks = _find_tasks(options)
-    fields = {name: options[name] for name in EvalSettings.__dataclass_fields__}
-    report = Report([], text)
+    settings = EvalSettings(**{name: options[name] for name in EvalSettings.__dataclass_fields__})
+    report, memory = Report([], texts), memory_of(options, settings, tasks)
     try:
-        run(report, sources, EvalSettings(**fields), baseline=baseline, tasks=tasks, stage=stage)
+        run(report, sources, settings, baseline=baseline, tasks=tasks, memory=memory, stage=stage)
     except MXQuantError:
         if report.results:  # hours may have gone into what was found before
             publish(report, options)
         raise
+    if limits is not None:
+        report.gate = gate.check(limits, report.results, [text.name for text in texts])
     publish(report, options)
-    for problem in report.problems:
-        click.echo(f"Error: {problem}", err=True)
+    _fail(report)
+
+
+def _fail(report: Report) -> None:
+    """Say what is wrong, and end with its exit code."""
+    failures = [] if report.gate is None else report.gate.failures
+    for line in [*report.problems, *failures]:
+        click.echo(f"Error: {line}", err=True)
+    if failures:
+        sys.exit(EXIT_GATE)
     if report.problems:
         sys.exit(EXIT_FAILED)
 
@@ -125,11 +148,15 @@ def publish(report: Report, options: dict[str, Any]) -> None:
         from mxquant.evals.plots import plot_comparison
 
         plot_comparison(report.results, options["plot"], report.measured_on())
+    if options["report"] is not None:
+        from mxquant.evals.markdown import write_report
+
+        write_report(report, options["report"], options["report"].with_suffix(".png"))
     if options["as_json"]:
         write_json(report.to_dict())
         return
     print_tables(report)
-    for key in ("output", "plot"):
+    for key in ("output", "plot", "report"):
         if options[key] is not None:
             click.echo(f"Wrote {options[key]}.")
 
@@ -153,23 +180,13 @@ def prepare_libraries() -> None:
         quiet_transformers(progress_bars=sys.stderr.isatty())
 
 
-def _check(options: dict[str, Any]) -> None:
-    """What can be known to be wrong before anything is read."""
+def _check(options: dict[str, Any]) -> Limits | None:
+    """What can be known to be wrong before anything is read; returns the limits of the gate."""
     check_task_options(options)
     if options["no_perplexity"] and options["tasks"] is None:
         raise click.UsageError("--no-perplexity leaves nothing to do without --tasks")
-    if options["no_perplexity"] and options["plot"] is not None:
-        raise click.UsageError("--plot draws perplexity, which --no-perplexity leaves out")
-    for name in ("output", "plot"):
-        path = options[name]
-        if path is not None and path.is_dir():
-            raise click.UsageError(f"--{name} {path} is a folder; give a file")
-        if path is not None and not path.absolute().parent.is_dir():
-            raise click.UsageError(f"--{name} {path}: there is no folder {path.parent}")
-    if options["plot"] is not None:
-        from mxquant.evals.plots import check_format
-
-        check_format(options["plot"])
+    check_outputs(options)
+    return limits_of(options)
 
 
 def _find_models(models: tuple[str, ...], options: dict[str, Any]) -> tuple[list[Source], Source | None]:

@@ -10,7 +10,7 @@ import click
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _all_of(*options: Callable[[F], F]) -> Callable[[F], F]:
+def all_of(*options: Callable[[F], F]) -> Callable[[F], F]:
     """Several options as one decorator, in the order in which ``--help`` lists them."""
 
     def decorate(function: F) -> F:
@@ -29,7 +29,7 @@ seq_len_option = click.option(
 batch_size_option = click.option(
     "--batch-size", type=click.IntRange(min=1), default=1, show_default=True, help="Windows or items at once."
 )
-task_options = _all_of(
+task_options = all_of(
     click.option(
         "--tasks",
         metavar="A,B=FILE",
@@ -41,7 +41,7 @@ task_options = _all_of(
     ),
     click.option("--include-path", type=click.Path(), help="Folder of task YAMLs of your own."),
 )
-loading_options = _all_of(
+loading_options = all_of(
     click.option(
         "--dtype",
         type=click.Choice(["auto", "float32", "bfloat16", "float16"]),

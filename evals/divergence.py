@@ -12,12 +12,10 @@ from typing import Any
 
 import torch
 
-CONFIDENCE = 0.95
+from mxquant.evals.intervals import Interval, bootstrap_interval
 
 # exp of more overflows a float64.
 LARGEST_NLL = 700.0
-
-Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -29,13 +27,15 @@ class Divergence:
     kl : mean over tokens of KL(baseline || model), in nats.
     agreement : share of tokens, 0 to 1, whose most likely next token is the same in both.
     ratio : the model's perplexity divided by the baseline's.
-    kl_interval, ratio_interval : 95 % confidence, see :func:`mean_interval`; None for one window.
+    kl_interval, agreement_interval, ratio_interval : 95 % confidence, None for few windows; see
+        :func:`mxquant.evals.intervals.bootstrap_interval`.
     """
 
     kl: float
     agreement: float
     ratio: float
     kl_interval: Interval | None
+    agreement_interval: Interval | None
     ratio_interval: Interval | None
 
     def to_dict(self) -> dict[str, Any]:
@@ -43,6 +43,7 @@ class Divergence:
             "kl": self.kl,
             "kl_interval": self.kl_interval,
             "top1_agreement": self.agreement,
+            "top1_agreement_interval": self.agreement_interval,
             "perplexity_ratio": self.ratio,
             "perplexity_ratio_interval": self.ratio_interval,
         }
@@ -64,23 +65,6 @@ def token_agreement(baseline: torch.Tensor, model: torch.Tensor) -> torch.Tensor
     return baseline.argmax(-1) == model.argmax(-1)
 
 
-def mean_interval(values: torch.Tensor, confidence: float = CONFIDENCE) -> Interval | None:
-    """Confidence interval of the mean of ``values`` (``[n]``), by Student's t; None for n < 2.
-
-    The values are one number a window. Tokens within a window are not independent, windows nearly
-    are, so the window is the unit: an interval over tokens would be several times too narrow.
-    """
-    count = len(values)
-    if count < 2:
-        return None
-    from scipy.stats import t
-
-    values = values.double()
-    mean, error = values.mean().item(), values.std().item() / math.sqrt(count)
-    width = float(t.ppf((1 + confidence) / 2, count - 1)) * error
-    return mean - width, mean + width
-
-
 def summarize(
     baseline_nll: torch.Tensor, model_nll: torch.Tensor, kl: torch.Tensor, agreement: torch.Tensor
 ) -> Divergence:
@@ -91,12 +75,13 @@ def summarize(
     for both says nothing about the quantization.
     """
     difference = (model_nll - baseline_nll).double()
-    interval = mean_interval(difference)
+    interval = bootstrap_interval(difference)
     return Divergence(
         kl=kl.mean().item(),
         agreement=agreement.mean().item(),
         ratio=_exp(difference.mean().item()),
-        kl_interval=mean_interval(kl),
+        kl_interval=bootstrap_interval(kl),
+        agreement_interval=bootstrap_interval(agreement),
         ratio_interval=None if interval is None else (_exp(interval[0]), _exp(interval[1])),
     )
 

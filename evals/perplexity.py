@@ -37,6 +37,7 @@ class Perplexity:
     seconds : time in the model, tokenizing and comparing not included.
     divergence : against the baseline; None without one.
     problem : why there is no perplexity, e.g. logits that are not finite; None if there is one.
+    cached : not measured this time.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Perplexity:
     seconds: float
     divergence: Divergence | None = None
     problem: str | None = None
+    cached: bool = False
 
     @property
     def windows(self) -> int:
@@ -61,6 +63,7 @@ class Perplexity:
             "perplexity": self.perplexity,
             "nll": None if self.problem else self.window_nll.mean().item(),
             "problem": self.problem,
+            "cached": self.cached,
             "windows": self.windows,
             "seq_len": self.seq_len,
             "bos": self.bos,

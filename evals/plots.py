@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mxquant.errors import MXQuantError
-from mxquant.evals.divergence import CONFIDENCE
-from mxquant.evals.report import ModelResult
+from mxquant.evals.intervals import CONFIDENCE
+from mxquant.evals.results import ModelResult
 
 if TYPE_CHECKING:
-    from mxquant.evals.divergence import Interval
+    from mxquant.evals.divergence import Divergence
+    from mxquant.evals.intervals import Interval
 
 FORMATS = (".png", ".pdf", ".svg")
 
 # Okabe and Ito's palette, which the common kinds of colour blindness tell apart.
-_BASELINE, _MODEL, _BROKEN = "#555555", "#0072B2", "#D55E00"
+_BASELINE, _MODEL = "#555555", "#0072B2"
+_PANELS_ABREAST = 4
+# Of a normal distribution, so many standard errors on either side hold 95 %.
+_TWO_SIDED = 1.96
 
 
 @dataclass(frozen=True)
@@ -35,41 +40,102 @@ def check_format(path: str | Path) -> None:
 
 
 def plot_comparison(results: Sequence[ModelResult], path: str | Path, caption: str = "") -> None:
-    """One row a model, one panel a question: how much worse, how different, how large.
+    """One row a model, one panel a question: how much worse, how different, how good at tasks, how large.
 
-    Bars are 95 % confidence, the dashed line is the baseline. Models without a perplexity are
-    named but have no mark. ``path`` ends in one of ``FORMATS``; ``caption`` goes below.
+    Bars are 95 % confidence, the dashed line is the baseline. Models without a figure are named but
+    have no mark. ``path`` ends in one of ``FORMATS``; ``caption`` goes below.
     """
     check_format(path)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     panels = _panels(results)
+    abreast = min(len(panels), _PANELS_ABREAST)
+    lines = math.ceil(len(panels) / abreast)
+    caption = "\n".join(line for line in (caption, _explanation(results)) if line)
+    height = lines * (0.75 + 0.45 * len(results)) + 0.25 + 0.14 * len(caption.splitlines())
     # A bare Figure has no global state, so that nothing changes for a caller who plots as well.
-    figure = Figure(figsize=(1.9 + 2.9 * len(panels), 1.5 + 0.45 * len(results)), layout="constrained")
+    figure = Figure(figsize=(1.9 + 2.9 * abreast, height), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-    for axis, panel in zip(axes, panels, strict=True):
+    grid = figure.subplots(lines, abreast, sharey=True, squeeze=False)
+    for axis, panel in zip(grid.flat, panels, strict=False):
         _draw(axis, panel, results)
-    axes[0].set_yticks(range(len(results)), [_label(row) for row in results])
-    axes[0].set_ylim(len(results) - 0.4, -0.6)
-    if any(_kl_interval(row) for row in results):
-        caption += f"\nBars: {CONFIDENCE:.0%} confidence over windows, those of perplexity paired with the baseline."
+    for axis in grid.flat[len(panels) :]:
+        axis.set_axis_off()
+    for axis in grid[:, 0]:
+        axis.set_yticks(range(len(results)), [_label(row) for row in results])
+    grid[0, 0].set_ylim(len(results) - 0.4, -0.6)
     if caption:
-        figure.supxlabel(caption.strip(), fontsize=7, color="#555555", x=0.01, ha="left")
+        figure.supxlabel(caption, fontsize=7, color="#555555", x=0.01, ha="left")
     figure.savefig(path, dpi=150)
 
 
 def _panels(results: Sequence[ModelResult]) -> list[_Panel]:
     panels = []
-    if any(_perplexity(row) is not None for row in results):
-        panels.append(_Panel("perplexity", _perplexity, _perplexity_interval(results), lambda v: f"{v:.4g}"))
-    if any(_kl(row) is not None for row in results):
-        panels.append(_Panel("KL from baseline, nats/token", _kl, _kl_interval, lambda v: f"{v:.3g}"))
-    panels.append(
-        _Panel("weights in memory, MB", lambda row: row.weight_bytes / 1e6, lambda _: None, lambda v: f"{v:,.3g}")
-    )
-    return panels
+    texts = list(dict.fromkeys(text for row in results for text in row.perplexities))
+    for text in texts:
+        on = f"\n{Path(text).name}" if len(texts) > 1 else ""
+        if any(_perplexity(row, text) is not None for row in results):
+            panels.append(_perplexity_panel(results, text, f"perplexity{on}"))
+        if any(_divergence(row, text) is not None for row in results):
+            panels.append(_kl_panel(text, f"KL from baseline, nats/token{on}"))
+    panels += [_task_panel(*key) for key in dict.fromkeys((m.task, m.name) for row in results for m in row.tasks)]
+    size = _Panel("weights in memory, MB", lambda row: row.weight_bytes / 1e6, lambda _: None, lambda v: f"{v:,.3g}")
+    return [*panels, size]
+
+
+def _perplexity_panel(results: Sequence[ModelResult], text: str, title: str) -> _Panel:
+    """With the ratio's interval at the scale of the baseline's perplexity."""
+    baseline = next((_perplexity(row, text) for row in results if row.is_baseline), None)
+
+    def interval(row: ModelResult) -> Interval | None:
+        found = _divergence(row, text)
+        if baseline is None or found is None or found.ratio_interval is None:
+            return None
+        return found.ratio_interval[0] * baseline, found.ratio_interval[1] * baseline
+
+    return _Panel(title, lambda row: _perplexity(row, text), interval, lambda v: f"{v:.4g}")
+
+
+def _kl_panel(text: str, title: str) -> _Panel:
+    def kl(row: ModelResult) -> float | None:
+        found = _divergence(row, text)
+        return None if found is None else found.kl
+
+    def interval(row: ModelResult) -> Interval | None:
+        found = _divergence(row, text)
+        return None if found is None else found.kl_interval
+
+    return _Panel(title, kl, interval, lambda v: f"{v:.3g}")
+
+
+def _task_panel(task: str, name: str) -> _Panel:
+    """A metric; its bar is that of the difference from the baseline where there is one, else its own."""
+
+    def value(row: ModelResult) -> float | None:
+        metric = row.metric(task, name)
+        return None if metric is None or not math.isfinite(metric.value) else metric.value
+
+    def interval(row: ModelResult) -> Interval | None:
+        if (metric := row.metric(task, name)) is None:
+            return None
+        difference = row.difference(metric)
+        error = metric.stderr if difference is None else difference.stderr
+        at = metric.value
+        return None if error is None or row.is_baseline else (at - _TWO_SIDED * error, at + _TWO_SIDED * error)
+
+    return _Panel(f"{task}\n{name}", value, interval, lambda v: f"{v:.4g}")
+
+
+def _explanation(results: Sequence[ModelResult]) -> str:
+    """What the bars mean, if there are any."""
+    parts = []
+    if any(found.divergence and found.divergence.kl_interval for r in results for found in r.perplexities.values()):
+        parts.append("over windows, those of perplexity paired with the baseline")
+    if any(row.tasks for row in results):
+        compared = any(row.baseline is not None for row in results)
+        parts.append("of the difference from the baseline over paired items" if compared else "over a task's items")
+    return f"Bars: {CONFIDENCE:.0%} confidence, {'; '.join(parts)}." if parts else ""
 
 
 def _draw(axis: Any, panel: _Panel, results: Sequence[ModelResult]) -> None:
@@ -112,27 +178,11 @@ def _label(row: ModelResult) -> str:
     return row.name if known else f"{row.name}\n{row.scheme}"
 
 
-def _perplexity(row: ModelResult) -> float | None:
-    return None if row.perplexity is None else row.perplexity.perplexity
+def _perplexity(row: ModelResult, text: str) -> float | None:
+    found = row.perplexities.get(text)
+    return None if found is None else found.perplexity
 
 
-def _perplexity_interval(results: Sequence[ModelResult]) -> Callable[[ModelResult], Interval | None]:
-    """The ratio's interval at the scale of the baseline's perplexity."""
-    baseline = next((_perplexity(row) for row in results if row.is_baseline), None)
-
-    def interval(row: ModelResult) -> Interval | None:
-        divergence = row.perplexity.divergence if row.perplexity else None
-        if baseline is None or divergence is None or divergence.ratio_interval is None:
-            return None
-        low, high = divergence.ratio_interval
-        return low * baseline, high * baseline
-
-    return interval
-
-
-def _kl(row: ModelResult) -> float | None:
-    return row.perplexity.divergence.kl if row.perplexity and row.perplexity.divergence else None
-
-
-def _kl_interval(row: ModelResult) -> Interval | None:
-    return row.perplexity.divergence.kl_interval if row.perplexity and row.perplexity.divergence else None
+def _divergence(row: ModelResult, text: str) -> Divergence | None:
+    found = row.perplexities.get(text)
+    return None if found is None else found.divergence

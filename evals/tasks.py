@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import hashlib
+import importlib.metadata
+import json
 import logging
+import math
+import numbers
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +34,8 @@ class Metric:
     """One figure of one task; ``stderr`` is None where lm-eval has none.
 
     ``name`` carries lm-eval's filter, where there is one: ``acc``, ``exact_match,strict-match``.
+    ``items``: the figure of each item, in order, where the whole is their mean. ``cached``: not
+    measured this time.
     """
 
     task: str
@@ -36,9 +43,17 @@ class Metric:
     value: float
     stderr: float | None
     higher_is_better: bool | None = None
+    items: tuple[float, ...] | None = field(default=None, repr=False)
+    cached: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        return {"value": self.value, "stderr": self.stderr, "higher_is_better": self.higher_is_better}
+        """Plain data for JSON; ``items`` stays out."""
+        return {
+            "value": self.value if math.isfinite(self.value) else None,
+            "stderr": self.stderr,
+            "higher_is_better": self.higher_is_better,
+            "cached": self.cached,
+        }
 
 
 class TaskSet:
@@ -62,7 +77,17 @@ class TaskSet:
             self._manager = self._index(include_path)
             for name in self.names:
                 self._check_name(name)
-            self._tasks = [self._load(name) for name in self.names]
+            self._tasks = {name: self._load(name) for name in self.names}
+
+    def hash(self, name: str, num_fewshot: int | None = None) -> str:
+        """A hash of one of ``names``: of all items, solved examples and settings, wherever they come from."""
+        digest = hashlib.sha256(importlib.metadata.version("lm_eval").encode())
+        with _quiet():
+            for task in _leaves(self._tasks[name]):
+                digest.update(task.task_name.encode())
+                for part in _content(task, num_fewshot):
+                    digest.update(json.dumps(part, sort_keys=True, default=str).encode())
+        return digest.hexdigest()
 
     def _index(self, include_path: str | Path | None) -> Any:
         """lm-eval's index of tasks. Its own 14,000 are read only if a name may be among them."""
@@ -87,7 +112,7 @@ class TaskSet:
         hint = f"did you mean {' or '.join(close)}" if close else "`lm_eval ls tasks` lists them all"
         raise MXQuantError(f"unknown task {name!r}: {hint}; tasks of your own need --include-path FOLDER")
 
-    def _load(self, name: str) -> Any:
+    def _load(self, name: str) -> list[Any]:
         task, given, file = name.partition("=")
         try:
             loaded = self._manager.load([_with_data(task, file) if given else name])
@@ -105,15 +130,17 @@ class TaskSet:
         self,
         model: EvalModel,
         *,
+        names: Sequence[str] | None = None,
         limit: float | None = None,
         num_fewshot: int | None = None,
         batch_size: int = 1,
     ) -> list[Metric]:
-        """Evaluate a loaded model.
+        """Evaluate a loaded model on all of ``self.names``, or some of them.
 
         ``limit`` takes the first n items of each task, or a share below 1; figures are then rough.
         lm-eval's own defaults hold for everything else. Raises ``MXQuantError`` if it fails.
         """
+        tasks = [task for name in (self.names if names is None else names) for task in self._tasks[name]]
         with _quiet():
             from lm_eval import simple_evaluate
             from lm_eval.models.huggingface import HFLM
@@ -122,16 +149,32 @@ class TaskSet:
                 wrapped = HFLM(pretrained=model.model, tokenizer=model.tokenizer, batch_size=batch_size)
                 results = simple_evaluate(
                     wrapped,
-                    tasks=[task for group in self._tasks for task in group],
+                    tasks=tasks,
                     limit=limit,
                     num_fewshot=num_fewshot,
                     bootstrap_iters=_BOOTSTRAP_ITERATIONS,
-                    log_samples=False,
+                    log_samples=True,
                     task_manager=self._manager,
                 )
             except Exception as error:  # one line for people; the cause is kept for MXQUANT_DEBUG
                 raise MXQuantError(f"lm-eval failed on {model.name}: {_summary(error)}") from error
         return _metrics(results)
+
+
+def _leaves(loaded: list[Any]) -> list[Any]:
+    """The tasks themselves, those of groups too."""
+    return [task for part in loaded for task in (part.get_all_tasks() if hasattr(part, "get_all_tasks") else [part])]
+
+
+def _content(task: Any, num_fewshot: int | None) -> Iterator[Any]:
+    """Everything that decides what a task asks, and what it counts as right."""
+    config = task.dump_config()
+    # Where the items come from says nothing: they are here themselves.
+    yield {key: value for key, value in config.items() if key not in ("dataset_kwargs", "custom_dataset", "metadata")}
+    yield from task.eval_docs
+    if num_fewshot if num_fewshot is not None else config.get("num_fewshot"):
+        yield "solved examples"
+        yield from task.fewshot_docs() or []
 
 
 def _with_data(task: str, file: str) -> dict[str, Any]:
@@ -157,8 +200,19 @@ def _metrics(results: dict[str, Any]) -> list[Metric]:
             stderr = figures.get(f"{name}_stderr,{filter_name}")
             label = name if filter_name == "none" else key
             number = float(stderr) if isinstance(stderr, int | float) else None
-            metrics.append(Metric(task, label, float(value), number, better.get(name)))
+            items = _items(results.get("samples", {}).get(task, []), name, filter_name, float(value))
+            metrics.append(Metric(task, label, float(value), number, better.get(name), items))
     return metrics
+
+
+def _items(samples: list[dict[str, Any]], name: str, filter_name: str, value: float) -> tuple[float, ...] | None:
+    """The figures of the items, if there are such and ``value`` is their mean."""
+    chosen = sorted((s for s in samples if s["filter"] == filter_name), key=lambda sample: sample["doc_id"])
+    found = [sample.get(name) for sample in chosen]
+    if not found or not all(isinstance(item, numbers.Real) for item in found):
+        return None
+    items = tuple(float(item) for item in found)  # type: ignore[arg-type]
+    return items if math.isclose(math.fsum(items) / len(items), value, rel_tol=1e-9, abs_tol=1e-12) else None
 
 
 def _explain(name: str, error: BaseException) -> MXQuantError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +50,18 @@ def load_text(name: str | Path) -> EvalText:
     if not text.text.strip():
         raise MXQuantError(f"text {text.name} is empty; give a file with text in it by --text FILE")
     return text
+
+
+def load_texts(names: Sequence[str | Path]) -> list[EvalText]:
+    """Several texts. Raises ``MXQuantError`` if two are the same, by whatever names."""
+    found: list[EvalText] = []
+    for name in names:
+        text = load_text(name)
+        if (same := next((other for other in found if other.sha256 == text.sha256), None)) is not None:
+            what = "is given twice" if same.name == text.name else f"is the same as {same.name}"
+            raise MXQuantError(f"text {text.name} {what}")
+        found.append(text)
+    return found
 
 
 def _wikitext2() -> str:

@@ -175,7 +175,7 @@ def test_writing_it_again_keeps_the_source_and_what_was_said_before(outputs, tmp
 
 def test_measured_quality_is_put_in(outputs, tmp_path):
     shutil.copytree(outputs["others"][0], tmp_path / "q")
-    quick = ("--text", "builtin", "--seq-len", "64", "--windows", "2", "--device", "cpu")
+    quick = ("--text", "builtin", "--seq-len", "64", "--windows", "5", "--device", "cpu")
     done = run("eval", tmp_path / "q", "--baseline", BUNDLED, *quick, "--output", tmp_path / "results.json", "--json")
     assert done.exit_code == 0, done.stderr
     assert run("card", tmp_path / "q", "--eval", tmp_path / "results.json").exit_code == 0
@@ -186,7 +186,7 @@ def test_measured_quality_is_put_in(outputs, tmp_path):
     low, high = found["kl_interval"]
     assert f"| q | {packed['perplexity']['perplexity']:.4g} | {found['perplexity_ratio']:.4g} (" in text
     assert f"| {found['kl']:.4g} ({low:.4g} to {high:.4g}) | {found['top1_agreement']:.1%} |" in text
-    assert "2 windows of 64 tokens of builtin" in text
+    assert "5 windows of 64 tokens of builtin" in text
 
 
 def test_tasks_are_tables_and_other_models_are_refused(report):

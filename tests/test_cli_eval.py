@@ -51,7 +51,7 @@ def test_json_has_everything_and_nothing_else_is_on_standard_output(quantized, t
     measured = packed["perplexity"]
     assert (measured["windows"], measured["tokens"], measured["bos"]) == (2, 2 * 127, True)
     assert set(measured["divergence"]) == {
-        *("kl", "kl_interval", "top1_agreement"),
+        *("kl", "kl_interval", "top1_agreement", "top1_agreement_interval"),
         *("perplexity_ratio", "perplexity_ratio_interval"),
     }
     ratio = measured["perplexity"] / dense["perplexity"]["perplexity"]
@@ -92,10 +92,13 @@ def test_tasks_alone_need_no_text(quantized, tmp_path):
     assert report["text"] is None
     for row in report["models"]:
         assert row["perplexity"] is None
-        assert row["tasks"]["my_items"]["acc"] == {"value": 1.0, "stderr": 0.0, "higher_is_better": True}
+        against = None if row["is_baseline"] else {"value": 0.0, "stderr": 0.0}
+        figures = {"value": 1.0, "stderr": 0.0, "higher_is_better": True, "cached": False, "difference": against}
+        assert row["tasks"]["my_items"]["acc"] == figures
     table = invoke("eval", quantized, "--baseline", BUNDLED, *arguments).stdout
     assert "1.0000 ± 0.0000" in table
-    assert "(baseline)" in table
+    assert "+0.0000 ± 0.0000" in table
+    assert "baseline" in table
 
 
 @pytest.mark.parametrize(
@@ -146,7 +149,6 @@ def _without_norm(folder: Path) -> None:
         ([], "Missing argument"),
         ([BUNDLED, "--limit", "3"], "--limit goes with --tasks"),
         ([BUNDLED, "--no-perplexity"], "--no-perplexity leaves nothing to do"),
-        ([BUNDLED, "--no-perplexity", "--tasks", "x", "--plot", "a.png"], "--plot draws perplexity"),
         ([BUNDLED, "--windows", "0"], "--windows"),
         ([BUNDLED, "--dtype", "int8"], "--dtype"),
         ([BUNDLED, "--output", "no/such/folder.json"], "there is no folder no/such"),

@@ -74,7 +74,7 @@ def own_task(path, split, documents, folder):
 
 
 def local_task(name, file):
-    ((task,),) = TaskSet([f"{name}={file}"])._tasks
+    ((task,),) = TaskSet([f"{name}={file}"])._tasks.values()
     return task
 
 

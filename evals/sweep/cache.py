@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
-import os
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch
 
 from mxquant import __version__
 from mxquant.errors import MXQuantError
+from mxquant.evals.cache import file_name, user_folder, write
 from mxquant.evals.sweep.cells import Bench, Cell
 from mxquant.evals.sweep.grid import CellSpec
 
@@ -30,7 +30,7 @@ _VERSION = 1
 _DECIDING = (
     *("mxquant.blocks", "mxquant.formats", "mxquant.numerics", "mxquant.scaling", "mxquant.activations"),
     *("mxquant.methods.rtn", "mxquant.methods.dynamic", "mxquant.evals.divergence", "mxquant.evals.perplexity"),
-    *("mxquant.evals.inplace", "mxquant.evals.experts", "mxquant.evals.sweep.cells"),
+    *("mxquant.evals.intervals", "mxquant.evals.inplace", "mxquant.evals.experts", "mxquant.evals.sweep.cells"),
 )
 # Of a config: where it came from and what wrote it say nothing about the model.
 _ORIGIN = ("_name_or_path", "transformers_version")
@@ -38,7 +38,7 @@ _ORIGIN = ("_name_or_path", "transformers_version")
 
 def default_folder() -> Path:
     """The user's cache: ``$XDG_CACHE_HOME/mxquant/sweep``, or ``~/.cache/mxquant/sweep``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mxquant" / "sweep"
+    return user_folder("sweep")
 
 
 @cache
@@ -85,7 +85,7 @@ class CellCache:
             "shape": list(self.bench.windows.shape),
             "dtype": str(dense.model.dtype),
             "device": dense.device.type,
-            "tasks": None if self.bench.tasks is None else self.bench.tasks.names,
+            "tasks": None if self.bench.tasks is None else [*map(self.bench.tasks.hash, self.bench.tasks.names)],
             "limit": self.bench.limit,
             "num_fewshot": self.bench.num_fewshot,
         }
@@ -100,7 +100,7 @@ class CellCache:
             if activations is not None and activations.scheme.global_scale and not activations.per_token:
                 # One global scale for all that runs at once.
                 fields["batch_size"] = self.bench.batch_size
-        return self.folder / f"{hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:32]}.json"
+        return self.folder / file_name(fields)
 
     def load(self, spec: CellSpec | None) -> Cell | None:
         """A finished cell, if there is one that this mxquant would measure the same."""
@@ -124,10 +124,7 @@ class CellCache:
 
     def store(self, cell: Cell) -> None:
         """Write a cell; the file is whole or not there, whatever happens."""
-        path = self.path(cell.spec)
-        partial = path.with_suffix(f".{os.getpid()}.partial")
-        partial.write_text(json.dumps({"made_by": made_by(), "cell": cell.to_dict()}, indent=1) + "\n")
-        partial.replace(path)
+        write(self.path(cell.spec), {"made_by": made_by(), "cell": cell.to_dict()})
 
     def notes(self) -> list[str]:
         """A sentence for each reason why cells that were there are measured again."""

@@ -1,8 +1,8 @@
 """Where finer is worse: cells that do not gain from a smaller block but lose.
 
 Two cells are compared window by window, so that only what differs between them counts: a smaller
-block is worse if the 95 % interval of the paired difference of NLL lies above zero. One window has
-no interval; then the sign decides.
+block is worse if the 95 % interval of the paired difference of NLL lies above zero. Few windows have
+no interval; then each of them must be worse.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from mxquant.activations import NONE, SAME
-from mxquant.evals.divergence import mean_interval
+from mxquant.evals.intervals import bootstrap_interval
 from mxquant.evals.sweep.cells import Cell
 
 _INPUTS = {NONE: "weights only", SAME: "weights and activations"}
@@ -116,8 +116,8 @@ def is_worse(cell: Cell, other: Cell) -> bool:
     difference = torch.tensor(cell.window_nll, dtype=torch.float64) - torch.tensor(
         other.window_nll, dtype=torch.float64
     )
-    interval = mean_interval(difference)
-    return float(difference.mean()) > 0 if interval is None else interval[0] > 0
+    interval = bootstrap_interval(difference)
+    return bool((difference > 0).all()) if interval is None else interval[0] > 0
 
 
 def worse_than_coarser(cells: Iterable[Cell]) -> set[str]:

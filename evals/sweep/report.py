@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mxquant.evals.report import with_error
 from mxquant.evals.sweep.inversions import inputs_name, lines_of, number, worse_than_coarser
+from mxquant.evals.tables import with_error
 
 if TYPE_CHECKING:
     from rich.table import Table
