@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from transformers import TextStreamer
+from transformers import LogitsProcessor, TextStreamer
 
-from mxquant.errors import MXQuantError
+from mxquant.errors import CheckpointError, MXQuantError
 from mxquant.evals.models import EvalModel
 from mxquant.evals.sources import first_line
 from mxquant.memory import anonymous_bytes
@@ -83,7 +83,12 @@ def generate(model: EvalModel, prompt: str, settings: GenerateSettings, emit: Em
     started = time.perf_counter()
     with torch.inference_mode():
         tokens = model.model.generate(
-            **inputs.to(model.device), max_new_tokens=limit, streamer=clock, **_sampling(settings), **_padding(model)
+            **inputs.to(model.device),
+            max_new_tokens=limit,
+            streamer=clock,
+            logits_processor=[_NumbersOnly(model.source)],
+            **_sampling(settings),
+            **_padding(model),
         )[0, length:]
     first, last = clock.times[0], clock.times[-1]
     stopped = "end of text"
@@ -122,6 +127,18 @@ class _Clock(TextStreamer):
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         if self._emit is not None and text:
             self._emit(text)
+
+
+class _NumbersOnly(LogitsProcessor):
+    """Stops a model whose logits are NaN; the likeliest token of none is as good as any."""
+
+    def __init__(self, source: str):
+        self._source = source
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        if bool(scores.isnan().any()):
+            raise MXQuantError(f"the logits of {self._source} are NaN; `mxquant verify` looks for the reason")
+        return scores
 
 
 def _is_chat(model: EvalModel, settings: GenerateSettings) -> bool:
@@ -169,7 +186,10 @@ def _sampling(settings: GenerateSettings) -> dict[str, Any]:
 
 def _ends(model: EvalModel) -> set[int]:
     ends = model.model.generation_config.eos_token_id
-    return set(ends if isinstance(ends, list) else [ends])
+    ends = ends if isinstance(ends, list) else [ends]
+    if not all(end is None or isinstance(end, int) for end in ends):
+        raise CheckpointError(f"generation_config.json of {model.source}: eos_token_id {ends} is not a token's number")
+    return set(ends)
 
 
 def _padding(model: EvalModel) -> dict[str, int]:

@@ -17,6 +17,8 @@ from mxquant.errors import CheckpointError, MXQuantError
 from mxquant.evals.sources import Source, find_model, first_line
 from mxquant.qtensor import QTensor
 
+# How the names of the files begin that tokenizers are read from.
+_TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece", "spm", "merges", "tekken", "bpe")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -198,6 +200,8 @@ def _load_tokenizer(found: Source, options: dict[str, Any]) -> Any:
     try:
         return AutoTokenizer.from_pretrained(found.folder or found.given, **options)
     except Exception as error:  # as above
+        if found.folder is not None and not any(p.name.startswith(_TOKENIZER_FILES) for p in found.folder.iterdir()):
+            raise CheckpointError(f"{found.given} has no tokenizer; copy its files from the original model") from error
         raise CheckpointError(f"cannot load the tokenizer of {found.given}: {first_line(error)}") from error
 
 

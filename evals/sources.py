@@ -100,5 +100,10 @@ def _may_be_hub_id(text: str) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    """The first line of a message, and what that announces where it ends in a colon."""
+    text, *others = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+    for line in others:
+        if not text.endswith(":"):
+            break
+        text = f"{text} {line}"
+    return text

@@ -57,14 +57,29 @@ def load(
         kwargs["config"] = config
     if dtype is not None:
         kwargs["dtype"] = dtype
-    with_info = kwargs.pop("output_loading_info", False)
-    loader = auto_class(described)
-    model, info = loader.from_pretrained(path, device_map=device_map, output_loading_info=True, **kwargs)
-    lost = sorted(info["missing_keys"])
-    if lost and method is not None:  # transformers fills them with random numbers
-        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-        raise CheckpointError(f"{path} lacks tensor {lost[0]}{more}")
+    with_info, may_differ = (kwargs.pop(key, False) for key in ("output_loading_info", "ignore_mismatched_sizes"))
+    model, info = auto_class(described).from_pretrained(
+        path, device_map=device_map, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
+    )
+    _check_loaded(path, info, method is not None, may_differ)
     return (model, info) if with_info else model
+
+
+def _check_loaded(path: str | Path, info: dict[str, Any], packed: bool, may_differ: bool) -> None:
+    """Raise ``CheckpointError`` for what transformers has filled with random numbers."""
+    differ = sorted(info["mismatched_keys"])
+    if differ and not may_differ:
+        name, stored, wanted = differ[0]
+        raise CheckpointError(
+            f"{path}: {name} is {list(stored)} in the files, but the model's is {list(wanted)}{_more(differ)}"
+        )
+    lost = sorted(info["missing_keys"])
+    if lost and packed:
+        raise CheckpointError(f"{path} lacks tensor {lost[0]}{_more(lost)}")
+
+
+def _more(items: list[Any]) -> str:
+    return f", and {len(items) - 1} more" if len(items) > 1 else ""
 
 
 def _model_config(path: str | Path, where: dict[str, Any]) -> dict[str, Any]:
