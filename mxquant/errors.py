@@ -19,6 +19,10 @@ class CheckpointError(MXQuantError, ValueError):
     """A checkpoint that is missing, broken, unsupported or already quantized."""
 
 
+class AdapterError(MXQuantError, ValueError):
+    """An adapter that packed layers cannot carry, or cannot be merged with."""
+
+
 class TheoryError(MXQuantError, ValueError):
     """A question that the theory of quantization errors cannot answer, e.g. a negative sigma."""
 

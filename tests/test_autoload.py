@@ -136,11 +136,11 @@ def target(tmp_path, monkeypatch):
     (tmp_path / "hook_log.py").write_text("events = []\n")
     (tmp_path / "unrelated_module.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(_autoload, "_TARGET", "registry_stand_in")
     monkeypatch.setattr(sys, "meta_path", [f for f in sys.meta_path if not isinstance(f, _autoload._Finder)])
     monkeypatch.delenv("MXQUANT_AUTOLOAD", raising=False)
     events = importlib.import_module("hook_log").events
-    monkeypatch.setattr(_autoload, "_register", lambda: events.append("registered"))
+    steps = {"registry_stand_in": lambda: events.append("registered"), "no_such_registry": lambda: events.append("?")}
+    monkeypatch.setattr(_autoload, "_STEPS", steps)
     yield events
     for name in ("registry_stand_in", "hook_log", "unrelated_module"):
         sys.modules.pop(name, None)
@@ -153,7 +153,8 @@ def test_the_hook_registers_once_the_target_is_whole_and_leaves_no_trace(target)
     assert target == []
     module = importlib.import_module("registry_stand_in")
     assert target == ["executed", "registered"]
-    assert sys.meta_path == before
+    (finder,) = (f for f in sys.meta_path if f not in before)
+    assert finder.target == "no_such_registry"
     assert type(module.__loader__) is type(module.__spec__.loader) is type(importlib.import_module("json").__loader__)
     assert importlib.reload(module) is module
 
@@ -172,7 +173,7 @@ def test_a_target_that_is_half_imported_is_registered_when_it_is_whole(target):
     module.__spec__._initializing = False
     importlib.import_module("unrelated_module")
     assert target == ["executed", "registered"]
-    assert not any(isinstance(f, _autoload._Finder) for f in sys.meta_path)
+    assert {f.target for f in sys.meta_path if isinstance(f, _autoload._Finder)} == {"no_such_registry"}
 
 
 @pytest.mark.parametrize("value", ["0", "false", "off", "No"])
@@ -183,8 +184,7 @@ def test_the_switch_is_off(value, target, monkeypatch):
     assert target == ["executed"]
 
 
-def test_without_the_target_nothing_happens(target, monkeypatch):
-    monkeypatch.setattr(_autoload, "_TARGET", "no_such_registry")
+def test_without_the_target_nothing_happens(target):
     _autoload.install()
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("no_such_registry")

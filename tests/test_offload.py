@@ -26,7 +26,10 @@ MIXED = {
 PLACES = {"cpu": {"": "cpu"}, "mixed": MIXED, "disk": {"model": "disk", "lm_head": "disk"}}
 
 
-@pytest.fixture(scope="module", params=[("llama-tied", "ue5m3"), ("qwen2", "mxfp8"), ("mixtral-even", "nvfp4")], ids=str)
+KINDS = [("llama-tied", "ue5m3"), ("qwen2", "mxfp8"), ("mixtral-even", "nvfp4")]
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=str)
 def packed(request, make_checkpoint, tmp_path_factory):
     """A quantized checkpoint, and the logits and text of its model with everything in place."""
     kind, scheme = request.param

@@ -54,6 +54,7 @@ ONLY_IN = {
     "matplotlib": ("mxquant.evals",),
     "click": ("mxquant.cli",),
     "rich": ("mxquant.cli", "mxquant.evals"),
+    "peft": ("mxquant.transformers.lora",),
     "triton": ("mxquant.kernels.triton",),
 }
 

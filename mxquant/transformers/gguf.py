@@ -71,12 +71,13 @@ class GgufCheckpoint(Checkpoint):
         """All tensors of the model, under the names that ``save_pretrained`` gives them."""
         from transformers import AutoModelForCausalLM, GgufConfig
 
-        model, info = self._ask(
+        loaded: Any = self._ask(
             AutoModelForCausalLM.from_pretrained,
             dtype=self._dtype,
             quantization_config=GgufConfig(dequantize=True),
             output_loading_info=True,
         )
+        model, info = loaded
         if missing := sorted(info["missing_keys"]):
             raise CheckpointError(f"{self._file.name}: lacks {missing[0]}, which {type(model).__name__} needs")
         weights = _as_saved(model, self._dtype)
