@@ -21,6 +21,7 @@ from mxquant.cli.main import main
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"
+BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
 UP = "model.layers.1.mlp.up_proj.weight"  # 48 x 32, in bfloat16
 
@@ -164,6 +165,13 @@ def read_shard(path: Path) -> tuple[dict[str, Any], bytes]:
     raw = path.read_bytes()
     length = struct.unpack("<Q", raw[:8])[0]
     return json.loads(raw[8 : 8 + length]), raw[8 + length :]
+
+
+def read_all(folder: Path) -> dict[str, Any]:
+    """Every tensor of the good checkpoint, as PyTorch has it."""
+    from safetensors.torch import load_file
+
+    return load_file(folder / FIRST) | load_file(folder / SECOND)
 
 
 def write_shard(path: Path, header: dict[str, Any] | bytes, data: bytes) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -53,7 +54,9 @@ class PytorchCheckpoint(Checkpoint):
 
 def _load(file: Path, mapped: bool) -> dict[str, torch.Tensor]:
     try:
-        found = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+        with warnings.catch_warnings():  # of protocols that it may not know: it says so if it does not
+            warnings.simplefilter("ignore")
+            found = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # UnpicklingError, EOFError, RuntimeError, OSError and more, by version and damage
         refused = re.search(r"nsupported (?:global: )?GLOBAL ([\w.]+)", str(error))
         if refused:
