@@ -54,6 +54,8 @@ _QWEN_VISION = {
     "window_size": 16,
     "fullatt_block_indexes": [0],
 }
+# transformers 5.17 writes the names of these models with "model." twice.
+_AUDIO_PREFIX = "language_model.model." + ("model." if hf.__version__.startswith("5.17.") else "") + "layers."
 IMAGE = 5  # the token that stands for a part of an image
 _IDS = {"image_token_id": IMAGE, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8}
 
@@ -408,7 +410,7 @@ MULTIMODAL = {
         ),
         _LLAMA,
         auto=hf.AutoModelForMultimodalLM,
-        prefix="language_model.model.layers.",
+        prefix=_AUDIO_PREFIX,
     ),
 }
 

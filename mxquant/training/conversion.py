@@ -18,7 +18,8 @@ from mxquant.modules import QuantLinear
 from mxquant.training.linear import FP4Conv1D, FP4Linear
 from mxquant.training.noise import Noise
 from mxquant.training.recipes import LinearFormats, TrainingRecipe
-from mxquant.transformers.architectures import Parameter, inventory, is_plain_linear
+from mxquant.transformers.architectures import Parameter, inventory
+from mxquant.transformers.parts import is_plain_linear
 
 # More of a model's matrices than this may not stay in high precision unasked.
 _MAX_HIGH_SHARE = 0.05

@@ -23,11 +23,11 @@ from mxquant.errors import CheckpointError
 from mxquant.transformers.classes import auto_class
 from mxquant.transformers.mixtures import Place, matrices, place_by, routers
 from mxquant.transformers.parts import (
-    FALCON_LINEAR,
     OUTSIDE,
     OUTSIDE_REASON,
     STATE_SPACE,
     STATE_SPACE_REASON,
+    is_plain_linear,
     language_model,
     output_head,
     state_spaces,
@@ -154,16 +154,6 @@ def kept_in_fp32(model: Any) -> Callable[[str], bool]:
     plan = model._get_dtype_plan(torch.float16) if hasattr(model, "_get_dtype_plan") else {}
     patterns = [re.compile(glob.replace("*", ".*")) for glob, dtype in plan.items() if dtype == torch.float32]
     return lambda name: any(pattern.search(name) for pattern in patterns)
-
-
-def is_plain_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear map and nothing else: ``nn.Linear``, GPT-2's ``Conv1D`` or Falcon's
-    own, but no subclass that computes more (some routers of experts)."""
-    from transformers.pytorch_utils import Conv1D
-
-    if type(module).__name__ == FALCON_LINEAR:
-        return isinstance(module, nn.Linear)
-    return type(module).forward in (nn.Linear.forward, Conv1D.forward)
 
 
 def _kind(module: nn.Module, leaf: str) -> str:

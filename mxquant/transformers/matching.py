@@ -23,9 +23,10 @@ from mxquant.errors import CheckpointError
 from mxquant.formats import QuantScheme
 from mxquant.modules import QuantLinear
 from mxquant.numerics import scale_dtype
-from mxquant.transformers.architectures import NameMapper, Parameter, inventory, is_plain_linear
+from mxquant.transformers.architectures import NameMapper, Parameter, inventory
 from mxquant.transformers.experts import pack_experts
 from mxquant.transformers.mixtures import Layout, Piece, Place, entry_of, layout, problems_of
+from mxquant.transformers.parts import is_plain_linear
 
 # Tensor name -> safetensors dtype name and shape.
 Headers = Mapping[str, tuple[str, tuple[int, ...]]]

@@ -21,10 +21,11 @@ from mxquant.methods.rtn import tensor_amax
 from mxquant.ops import quantize
 from mxquant.recipe import QuantRecipe
 from mxquant.scaling import global_scale_for
-from mxquant.transformers.architectures import NameMapper, Parameter, fused_group, inventory, is_plain_linear
+from mxquant.transformers.architectures import NameMapper, Parameter, fused_group, inventory
 from mxquant.transformers.conversions import JoinExperts, UnlessPacked, feeds, like, merges
 from mxquant.transformers.matching import Headers, Packed, expert_parameters
 from mxquant.transformers.mixtures import Layout, Piece, Place, entry_of, layout, problems_of
+from mxquant.transformers.parts import is_plain_linear
 
 
 def choose(model: nn.Module, recipe: QuantRecipe, headers: Headers | None) -> Packed:

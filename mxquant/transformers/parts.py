@@ -15,7 +15,7 @@ STATE_SPACE = "state space"
 STATE_SPACE_REASON = "parameter of a state space"
 
 # Falcon's own linear layer, the product written out.
-FALCON_LINEAR = "FalconLinear"
+_FALCON_LINEAR = "FalconLinear"
 # Mixers whose output projection the classes initialize once more after loading.
 _TOUCHED_EARLY = ("MambaMixer", "Mamba2Mixer", "FalconMambaMixer")
 # Where a mixer has a layer of its own for the step. Kernels read its weight without calling it.
@@ -25,24 +25,42 @@ _STEP = "dt_proj"
 def language_model(model: Any) -> Callable[[str], bool]:
     """Whether the module of a name belongs to the language model of a multimodal one, by the models' own word.
 
-    It does if the innermost model of transformers around it has the config of the decoder. Everything
-    does in a model of text alone. Projectors belong to the whole, and so not to the language model.
+    It does if the innermost model of transformers around it has the config of the language model.
+    Projectors belong to the whole, and so not to it. In a model of text alone everything does, whatever
+    models it is made of.
     """
     from transformers import PreTrainedModel
 
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
-    kind = type(getattr(decoder, "config", model.config))
+    kind = type(_text_config(model))
     models = {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
     verdicts = {name: type(module.config) is kind for name, module in models.items()}
-    if all(verdicts.values()):
-        return lambda name: True
 
     def belongs(name: str) -> bool:
         while name not in verdicts:
             name = name.rpartition(".")[0]
         return verdicts[name]
 
-    return belongs
+    head = output_head(model)
+    layers = [name for name, module in model.named_modules() if is_plain_linear(module) and module is not head]
+    return belongs if any(belongs(name) for name in layers) else lambda name: True
+
+
+def _text_config(model: Any) -> Any:
+    """The config of the language model: what a config says, or, where it says nothing, that of the decoder."""
+    text = model.config.get_text_config(decoder=True)
+    if text is not model.config or not hasattr(model, "get_decoder"):
+        return text
+    return getattr(model.get_decoder(), "config", text)
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear map and nothing else: ``nn.Linear``, GPT-2's ``Conv1D`` or Falcon's
+    own, but no subclass that computes more (some routers of experts)."""
+    from transformers.pytorch_utils import Conv1D
+
+    if type(module).__name__ == _FALCON_LINEAR:
+        return isinstance(module, nn.Linear)
+    return type(module).forward in (nn.Linear.forward, Conv1D.forward)
 
 
 def needs_plain_weights(model: Any) -> str | None:
@@ -51,7 +69,7 @@ def needs_plain_weights(model: Any) -> str | None:
         kind = type(module).__name__
         if kind in _TOUCHED_EARLY:
             return f"transformers touches weights of {kind} before compressed-tensors has decoded them"
-        if isinstance(module, nn.Linear) and kind == FALCON_LINEAR:
+        if isinstance(module, nn.Linear) and kind == _FALCON_LINEAR:
             return f"{kind} multiplies by its weight itself, which compressed-tensors does not decode for it"
     ties = getattr(model, "all_tied_weights_keys", None) or {}
     head, embedding = output_head(model), model.get_input_embeddings()
