@@ -25,11 +25,16 @@ from mxquant.evals.training.report import Row, rows, to_dict
 from mxquant.evals.training.source import from_config
 from mxquant.evals.training.study import Plan, Study, run_study
 from mxquant.evals.training.text import load_training_text
-from mxquant.training.recipes import RECIPES, TrainingRecipe
+from mxquant.training.recipes import RECIPES, LinearFormats, TrainingRecipe
 from mxquant.training.run import RunSettings
 
 HERE = Path(__file__).resolve().parent
 PAPER = RECIPES["fp4-2d-qk8"]
+
+
+def _without_global(formats: LinearFormats) -> LinearFormats:
+    return formats.map(lambda role, scheme: replace(scheme, global_scale=False))
+
 
 # Recipe -> what it is, in the order of the table.
 VARIANTS: dict[TrainingRecipe, str] = {
@@ -43,6 +48,9 @@ VARIANTS: dict[TrainingRecipe, str] = {
     RECIPES["mxfp4-1d"]: "1-D blocks, floor, nearest: naive",
     RECIPES["nvfp4"]: "NVIDIA's: blocks of 16, Hadamard, 2 of 5 blocks high",
     RECIPES["ue5m3-2d"]: "fp4-2d with UE5M3 scales",
+    replace(RECIPES["ue5m3-2d"], name="no-global", default=_without_global(RECIPES["ue5m3-2d"].default)): (
+        "that without a global scale for gradients"
+    ),
 }
 
 

@@ -129,7 +129,7 @@ def test_trained_from_a_checkpoint_and_handed_over_to_quantize(study, files, tmp
     )
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
-    assert found["recipes"][0]["default"]["gradient"] == "ue5m3/16x16/ceil"
+    assert found["recipes"][0]["default"]["gradient"] == "ue5m3+global/16x16/ceil"
     trained = tmp_path / "tuned" / "ue5m3-2d"
     recipe = trained / "quantize.yaml"
     done = CliRunner().invoke(main, ["quantize", str(trained), "--recipe", str(recipe), "--out", str(tmp_path / "q")])

@@ -139,6 +139,17 @@ def test_identity_inputs_read_out_the_same_weight_in_forward_and_dgrad():
     assert equal == {"fp4-2d": True, "mxfp4-1d-tf-sr": False}
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_gradients_of_a_mean_over_more_tokens_lose_nothing(operands, name):
+    """A loss that is 2^-16 of another, as a mean over 65,536 times the tokens is, has gradients that are."""
+    x, weight, grad = operands
+    state, formats = torch.tensor([5, 3]), RECIPES[name].default
+    _, *large = run(x, weight, grad, formats, state)
+    _, *small = run(x, weight, grad * 2**-16, formats, state)
+    for one, other in zip(large, small, strict=True):
+        assert torch.equal(one * 2**-16, other)
+
+
 def test_saturated_and_lost_blocks_are_counted():
     x = torch.ones(1, 64)
     x[:, :32] *= 7.5  # above 6 * 2^0, floor's scale

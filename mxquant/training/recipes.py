@@ -24,7 +24,8 @@ nvfp4              arXiv 2509.25149: E4M3 scales and one global scale per tensor
                    a 16-point random Hadamard transform of both operands of wgrad; the first and the
                    last decoder blocks in high precision (one each here; the paper keeps more)
 ue5m3-2d           ours: fp4-2d with the scales of arXiv 2601.19026 (UE5M3), rounded up so that nothing
-                   saturates
+                   saturates. Gradients have a global scale as well: those of a mean over many tokens
+                   are far below UE5M3's 2^-17
 =================  ===================================================================================
 
 As YAML or JSON, every role's scheme as text (:meth:`mxquant.QuantScheme.parse`), ``high`` for high precision::
@@ -364,6 +365,6 @@ RECIPES: dict[str, TrainingRecipe] = {
             keep_first=1,
             keep_last=1,
         ),
-        TrainingRecipe("ue5m3-2d", _roles("ue5m3/32x32/ceil", "ue5m3/32x32/ceil/stochastic")),
+        TrainingRecipe("ue5m3-2d", _roles("ue5m3/32x32/ceil", "ue5m3+global/32x32/ceil/stochastic")),
     )
 }
