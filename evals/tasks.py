@@ -78,14 +78,16 @@ class TaskSet:
             for name in self.names:
                 self._check_name(name)
             self._tasks = {name: self._load(name) for name in self.names}
+            # As they are now: lm-eval writes into them when it runs.
+            self._configs = {name: [task.dump_config() for task in _leaves(self._tasks[name])] for name in self.names}
 
     def hash(self, name: str, num_fewshot: int | None = None) -> str:
         """A hash of one of ``names``: of all items, solved examples and settings, wherever they come from."""
         digest = hashlib.sha256(importlib.metadata.version("lm_eval").encode())
         with _quiet():
-            for task in _leaves(self._tasks[name]):
+            for task, config in zip(_leaves(self._tasks[name]), self._configs[name], strict=True):
                 digest.update(task.task_name.encode())
-                for part in _content(task, num_fewshot):
+                for part in _content(task, config, num_fewshot):
                     digest.update(json.dumps(part, sort_keys=True, default=str).encode())
         return digest.hexdigest()
 
@@ -166,9 +168,8 @@ def _leaves(loaded: list[Any]) -> list[Any]:
     return [task for part in loaded for task in (part.get_all_tasks() if hasattr(part, "get_all_tasks") else [part])]
 
 
-def _content(task: Any, num_fewshot: int | None) -> Iterator[Any]:
+def _content(task: Any, config: dict[str, Any], num_fewshot: int | None) -> Iterator[Any]:
     """Everything that decides what a task asks, and what it counts as right."""
-    config = task.dump_config()
     # Where the items come from says nothing: they are here themselves.
     yield {key: value for key, value in config.items() if key not in ("dataset_kwargs", "custom_dataset", "metadata")}
     yield from task.eval_docs
