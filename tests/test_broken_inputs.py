@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 from broken_inputs import ODD_NAMES, SECOND, SOURCES, UP, Fault, repack, run, stderr_line, tree
+from broken_pickles import OTHERS
 from click.testing import Result
 
 from mxquant.inspection.faults import KINDS
+
+CORPUS = SOURCES + OTHERS
 
 
 @pytest.fixture
@@ -34,11 +37,11 @@ def test_the_good_checkpoint_is_good(source, tmp_path):
 
 
 def test_the_corpus_is_large():
-    names = [fault.name for fault in SOURCES]
+    names = [fault.name for fault in CORPUS]
     assert len(names) == len(set(names)) >= 100
 
 
-@by_name(SOURCES)
+@by_name(CORPUS)
 def test_quantize_names_what_is_broken_and_leaves_nothing_behind(fault, source, tmp_path):
     fault.breaks(source)
     before = tree(tmp_path)
@@ -46,7 +49,7 @@ def test_quantize_names_what_is_broken_and_leaves_nothing_behind(fault, source, 
     assert tree(tmp_path) == before
 
 
-@by_name(SOURCES)
+@by_name(CORPUS)
 def test_no_command_shows_a_traceback(fault, source, tmp_path):
     """Commands that only look may well succeed: a checkpoint with the wrong hidden size can be listed."""
     fault.breaks(source)
