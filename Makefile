@@ -4,6 +4,7 @@
 #   VENV         where the environment is                             (make test VENV=/tmp/venv)
 #   PIP_ARGS     more arguments for pip, e.g. another package index   (make test PIP_ARGS="--index-url URL")
 #   PYTEST_ARGS  more arguments for pytest                            (make test PYTEST_ARGS="-k packing -x")
+#   COMPAT       versions of transformers to test with               (make test-compat COMPAT="5.20.0 newest")
 #   MODEL        folder of the model whose quantization is timed      (make bench MODEL=./model)
 #   PEERS        Python of an environment with the peers              (make bench PEERS=peers/bin/python)
 
@@ -11,6 +12,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PIP_ARGS ?=
 PYTEST_ARGS ?=
+COMPAT ?= 5.17.0 newest
 MODEL ?= mxquant/bundled/model
 PEERS ?=
 
@@ -19,7 +21,7 @@ CHECK_PYTHON = import sys; sys.exit("mxquant needs Python 3.11 or newer: make PY
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-reference lint format bench wheel sanitize clean distclean
+.PHONY: help demo test test-reference test-compat lint format bench wheel sanitize clean distclean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' Makefile
@@ -32,6 +34,9 @@ test: $(VENV)/.installed-test  ## run the tests
 
 test-reference: $(VENV)/.installed-test  ## run the tests without the compiled kernels
 	MXQUANT_CPU_LIBRARY=none $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+test-compat: $(VENV)/.installed-test  ## run the tests that touch transformers with its oldest and newest versions
+	$(VENV)/bin/python tests/compat.py --pip-args="$(PIP_ARGS)" $(COMPAT) -- $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev  ## check style and type hints
 	$(VENV)/bin/ruff check .

@@ -111,6 +111,18 @@ class TestPytorchFiles:
         after = _tensors(tmp_path / "out")
         assert all(torch.equal(after[name], mask) for name, mask in masks.items())
 
+    @pytest.mark.parametrize(("kind", "shards"), [("qwen2", 2), ("gpt2", 1), ("mixtral-even", 1)])
+    def test_quantized_on_the_fly_give_the_same_bytes(self, kind, shards, make_checkpoint, tmp_path):
+        from transformers import AutoModelForCausalLM
+
+        source = _as_bin(make_checkpoint(kind), tmp_path / "bin", shards=shards)
+        mxquant.quantize_model(source, tmp_path / "out", "nvfp4")
+        config = mxquant.MXQuantConfig(preset="nvfp4")
+        fly = AutoModelForCausalLM.from_pretrained(source, quantization_config=config)
+        a, b = fly.state_dict(), mxquant.load(tmp_path / "out").state_dict()
+        assert any(t.dtype == torch.float8_e4m3fn for t in a.values())
+        _assert_same(a, b)
+
     def test_no_code_of_them_runs(self, make_checkpoint, tmp_path):
         class Attack:
             def __reduce__(self):

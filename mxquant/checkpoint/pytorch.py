@@ -40,8 +40,7 @@ class PytorchCheckpoint(Checkpoint):
         return self._handles[self._files[name]][name]
 
     def _read_header(self, file: Path) -> Iterator[TensorInfo]:
-        mapped = zipfile.is_zipfile(file)
-        tensors = _load(file, mapped)
+        mapped, tensors = zipfile.is_zipfile(file), read_file(file)
         self._handles[file] = tensors
         for name, tensor in tensors.items():
             dtype = DTYPE_NAMES.get(tensor.dtype)
@@ -52,11 +51,12 @@ class PytorchCheckpoint(Checkpoint):
             yield info
 
 
-def _load(file: Path, mapped: bool) -> dict[str, torch.Tensor]:
+def read_file(file: Path) -> dict[str, torch.Tensor]:
+    """The tensors of one file, mapped unless it is an old one. Raises ``CheckpointError`` for any other content."""
     try:
         with warnings.catch_warnings():  # of protocols that it may not know: it says so if it does not
             warnings.simplefilter("ignore")
-            found = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+            found = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except Exception as error:  # UnpicklingError, EOFError, RuntimeError, OSError and more, by version and damage
         refused = re.search(r"nsupported (?:global: )?GLOBAL ([\w.]+)", str(error))
         if refused:

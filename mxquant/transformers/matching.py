@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mxquant.checkpoint import pytorch
 from mxquant.checkpoint.damage import why_not_whole
 from mxquant.checkpoint.native import ModuleEntry, ModuleTable
 from mxquant.checkpoint.writer import DTYPE_NAMES
@@ -55,11 +56,15 @@ class Packed:
 
 
 def read_headers(files: Iterable[str]) -> Headers:
-    """Dtype and shape of every tensor of safetensors files. Raises ``CheckpointError`` naming a bad one."""
+    """Dtype and shape of every tensor of safetensors or ``.bin`` files. Raises ``CheckpointError`` naming a bad one."""
     from safetensors import safe_open
 
-    found = {}
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
     for file in files:
+        if file.endswith(".bin"):
+            tensors = pytorch.read_file(Path(file))
+            found |= {name: (pytorch.DTYPE_NAMES.get(t.dtype, "?"), tuple(t.shape)) for name, t in tensors.items()}
+            continue
         try:
             with safe_open(file, framework="pt") as handle:
                 for name in handle.keys():  # noqa: SIM118  (not a mapping)

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from mxquant.checkpoint.native import ModuleEntry, compact_names, name_regex
+from mxquant.checkpoint.pytorch import read_file
 from mxquant.errors import SchemeError
 from mxquant.formats import QuantScheme
 from mxquant.methods.rtn import tensor_amax
@@ -31,8 +33,8 @@ from mxquant.transformers.parts import is_plain_linear
 def choose(model: nn.Module, recipe: QuantRecipe, headers: Headers | None) -> Packed:
     """What to quantize, under the names of the checkpoint.
 
-    ``headers``: those of the checkpoint; None if it is not safetensors, so that its names are taken
-    to be the model's. Output heads and tied weights stay dense unless a rule names them, as in
+    ``headers``: those of the checkpoint; None if there are no files, so that its names are taken to be
+    the model's. Output heads and tied weights stay dense unless a rule names them, as in
     :func:`mxquant.quantize_model`. Raises ``SchemeError`` for patterns that match nothing, if
     nothing would be quantized, and for experts that cannot share a format as asked.
     """
@@ -160,6 +162,9 @@ def shared_global_scales(entries: Mapping[str, ModuleEntry], files: Iterable[str
     wanted = {f"{entries[t].name}.weight": t for members in groups.values() for t in members}
     amax: dict[str, torch.Tensor] = {}
     for file in files:
+        if file.endswith(".bin"):
+            amax |= {wanted[k]: tensor_amax(t) for k, t in read_file(Path(file)).items() if k in wanted}
+            continue
         with safe_open(file, framework="pt") as handle:
             for key in wanted.keys() & set(handle.keys()):
                 amax[wanted[key]] = tensor_amax(handle.get_tensor(key))

@@ -112,11 +112,11 @@ class MXQuantHfQuantizer(HfQuantizer):
         if (getattr(distributed, "tp_size", None) or 1) > 1:
             raise MXQuantError("packed weights cannot be sharded by tensor parallelism yet; use device_map instead")
         self._dtypes = _planned_dtypes(model)
-        files = [str(f) for f in checkpoint_files or () if str(f).endswith(".safetensors")]
+        files = [str(f) for f in checkpoint_files or ()]
         if self.pre_quantized:
-            self._find_packed(model, files)
+            self._find_packed(model, [f for f in files if f.endswith(".safetensors")])
         else:
-            self._plan_on_the_fly(model, files)
+            self._plan_on_the_fly(model, [f for f in files if f.endswith((".safetensors", ".bin"))])
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         from mxquant.transformers.onthefly import forget_source_precision, rules_of
