@@ -75,7 +75,9 @@ class Report:
         if any(divergence.kl_interval is None for divergence in compared):
             lines.append(f"Fewer than {FEWEST} windows have no interval.")
         if any(row.tasks for row in self.results):
-            lines.append("± in tasks is one standard error; that of a difference is of the items' paired differences.")
+            paired = any(row.baseline is not None for row in self.results)
+            more = "; that of a difference is of the items' paired differences" if paired else ""
+            lines.append(f"± in tasks is one standard error{more}.")
         if any(p.cached for p in found) or any(metric.cached for row in self.results for metric in row.tasks):
             lines.append(f"{tables.CACHED} was measured before and kept in the cache.")
         return "\n".join(line for line in lines if line)

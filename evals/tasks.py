@@ -10,11 +10,8 @@ import difflib
 import hashlib
 import importlib.metadata
 import json
-import logging
 import math
 import numbers
-import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +21,7 @@ from mxquant.errors import MXQuantError
 from mxquant.evals.hub import ensure_quick_failure
 from mxquant.evals.local_tasks import rows
 from mxquant.evals.models import EvalModel
+from mxquant.evals.quiet import quiet
 
 # For standard errors of metrics that are not plain means (those of accuracies need none).
 _BOOTSTRAP_ITERATIONS = 1000
@@ -143,7 +141,7 @@ class TaskSet:
         lm-eval's own defaults hold for everything else. Raises ``MXQuantError`` if it fails.
         """
         tasks = [task for name in (self.names if names is None else names) for task in self._tasks[name]]
-        with _quiet():
+        with _quiet(), _without_git():
             from lm_eval import simple_evaluate
             from lm_eval.models.huggingface import HFLM
 
@@ -236,17 +234,18 @@ def _summary(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet() -> contextlib.AbstractContextManager[None]:
     """Keep lm-eval's remarks to itself, and whatever it prints off standard output."""
-    names = ("lm_eval", "datasets")
-    before = {name: logging.getLogger(name).level for name in names}
-    for name in names:
-        logging.getLogger(name).setLevel(logging.ERROR)
+    return quiet(("lm_eval", "datasets"))
+
+
+@contextlib.contextmanager
+def _without_git() -> Iterator[None]:
+    """lm-eval asks git for the commit of the user's folder, and git complains where there is none."""
+    from lm_eval import evaluator
+
+    ask, evaluator.get_git_commit_hash = evaluator.get_git_commit_hash, lambda: None
     try:
-        with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
+        yield
     finally:
-        for name, level in before.items():
-            logging.getLogger(name).setLevel(level)
+        evaluator.get_git_commit_hash = ask

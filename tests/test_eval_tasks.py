@@ -125,6 +125,7 @@ def test_differences_stand_beside_the_baselines_with_paired_errors(folder):
     base, model = (tasks.run(load_model(source, device="cpu"))[0] for source in (BUNDLED, folder / "rough"))
     gained = sum(m > b for m, b in zip(model.items, base.items, strict=True))
     lost = sum(m < b for m, b in zip(model.items, base.items, strict=True))
+    assert gained + lost, "the error would be zero"
     n = len(PROMPTS)
     # The error of a difference of two proportions on the same items, from those that changed.
     error = math.sqrt(((gained + lost) - (gained - lost) ** 2 / n) / (n * (n - 1)))

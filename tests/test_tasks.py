@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import math
@@ -12,6 +13,7 @@ import torch
 import mxquant.bundled
 from mxquant.errors import MXQuantError
 from mxquant.evals.models import load_model
+from mxquant.evals.quiet import BarsAsLines
 from mxquant.evals.tasks import TaskSet
 
 ITEMS = [
@@ -112,3 +114,14 @@ def test_nothing_reaches_standard_output_and_loggers_are_left_alone(model, folde
     TaskSet(["local_items"], folder).run(model, limit=1)
     assert capsys.readouterr().out == ""
     assert logging.getLogger("lm_eval").level == before
+
+
+def test_bars_in_a_file_are_a_line_every_ten_seconds():
+    now, out = 0.0, io.StringIO()
+    stream = BarsAsLines(out, clock=lambda: now)
+    for second in range(35):
+        now = float(second)
+        stream.write(f"\r{second} of 35")
+    for text in ("\n", "a remark", "\n", "\r1 of 2", "another", "\n"):
+        stream.write(text)
+    assert out.getvalue() == "10 of 35\n20 of 35\n30 of 35\na remark\nanother\n"
