@@ -65,7 +65,7 @@ _LLAMA = f"{{0,1}}.{_ATTENTION} {{0,1}}.mlp.{_GATED}"
 _IN_OUT = "{in,out}_proj"
 
 
-def _attention_2() -> dict[str, Any]:
+def _axes() -> dict[str, Any]:
     """The sections of rotary embeddings with three axes, for heads of 8."""
     return {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
 
@@ -378,7 +378,7 @@ MULTIMODAL = {
     ),
     "qwen2_5_vl": Case(
         lambda: hf.Qwen2_5_VLConfig(
-            text_config={**_TEXT, "rope_parameters": _attention_2()}, vision_config=_QWEN_VISION, **_IDS
+            text_config={**_TEXT, "rope_parameters": _axes()}, vision_config=_QWEN_VISION, **_IDS
         ),
         _LLAMA,
         images=_qwen_pixels,
@@ -411,6 +411,51 @@ MULTIMODAL = {
         _LLAMA,
         auto=hf.AutoModelForMultimodalLM,
         prefix=_AUDIO_PREFIX,
+    ),
+}
+
+_EXPERTS = "{0,1}.feed_forward.experts.{gate_up,down}_proj"
+# Multimodal checkpoints of which AutoModelForCausalLM loads the language model alone.
+TEXT_ALONE = {
+    "llama4": Case(
+        lambda: hf.Llama4Config(
+            text_config=hf.Llama4TextConfig(
+                **_TEXT,
+                intermediate_size_mlp=96,
+                num_local_experts=4,
+                num_experts_per_tok=1,
+                head_dim=8,
+                interleave_moe_layer_step=1,
+            ),
+            vision_config=hf.Llama4VisionConfig(
+                **{**_VISION, "intermediate_size": 128},
+                vision_output_dim=32,
+                projector_input_dim=32,
+                projector_output_dim=32,
+            ),
+        ),
+        f"{{0,1}}.{_ATTENTION} {_EXPERTS} {{0,1}}.feed_forward.shared_expert.{_GATED}",
+        compressed=False,
+        **_VLM,
+    ),
+    "qwen3_5": Case(
+        lambda: hf.Qwen3_5Config(
+            text_config={
+                **_TEXT,
+                "head_dim": 8,
+                "layer_types": ["linear_attention", "full_attention"],
+                "linear_key_head_dim": 8,
+                "linear_value_head_dim": 8,
+                "linear_num_key_heads": 2,
+                "linear_num_value_heads": 4,
+                "rope_parameters": {**_axes(), "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5},
+            },
+            vision_config={k: v for k, v in _QWEN_VISION.items() if k not in ("window_size", "fullatt_block_indexes")},
+            **_IDS,
+        ),
+        f"0.linear_attn.in_proj_{{qkv,z,a,b}} 0.linear_attn.out_proj 1.{_ATTENTION} {{0,1}}.mlp.{_GATED}",
+        "model.language_model.layers.",
+        auto=hf.AutoModelForImageTextToText,
     ),
 }
 

@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 import torch
-from architecture_cases import CASES, MULTIMODAL, expanded
+from architecture_cases import CASES, MULTIMODAL, TEXT_ALONE, expanded
 from safetensors.torch import save_file
 from tiny_models import assert_close, logits, make_source, quantizer, same, tensors_of
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -155,6 +155,23 @@ def test_a_tied_head_that_a_multimodal_checkpoint_holds_is_written_once(quantize
     save_file(twice, source / "model.safetensors", metadata={"format": "pt"})
     mxquant.quantize_model(source, tmp_path / "q", "ue5m3/16")
     assert tensors_of(tmp_path / "q").keys() == q.tensors.keys()
+
+
+@pytest.mark.parametrize("kind", TEXT_ALONE)
+def test_the_language_model_of_a_multimodal_checkpoint_loads_alone(kind, tmp_path):
+    case = TEXT_ALONE[kind]
+    source = make_source(case, tmp_path / "source", torch.float32)
+    plan = mxquant.quantize_model(source, tmp_path / "q", "ue5m3/16").plan
+    assert {t.name for t in plan.quantized} == case.quantized
+    assert all(t.kind != "linear" for t in plan.dense)
+    mxquant.dequantize_model(tmp_path / "q", tmp_path / "d")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "q")
+    count = sum(isinstance(m, mxquant.QuantLinear) for m in model.modules())
+    assert count == sum(t.kind == "linear" for t in plan.quantized)
+    assert_close(logits(model, case), logits(AutoModelForCausalLM.from_pretrained(tmp_path / "d"), case))
+    whole = mxquant.load(tmp_path / "q")
+    assert type(whole).__name__.endswith("ForConditionalGeneration")
+    assert len(whole.state_dict()) > len(model.state_dict())
 
 
 def test_plain_auto_classes_load_multimodal_models_that_they_know(quantized):
