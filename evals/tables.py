@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -87,7 +88,8 @@ def _models(results: list[ModelResult], width: int) -> list[Table]:
         "disk MB": lambda line: megabytes(line[0].disk_bytes),
         "RAM MB": lambda line: megabytes(line[0].weight_bytes),
     }
-    text = {"text": lambda line: line[1]} if any(len(row.perplexities) > 1 for row in results) else {}
+    short = _short(text for row in results for text in row.perplexities)
+    text = {"text": lambda line: short.get(line[1], "")} if len(short) > 1 else {}
     quality = {"perplexity": _perplexity}
     if any(found and found.divergence for *_, found in lines):
         quality |= {"ratio": _ratio, "KL, nats": _kl, "same top-1": _agreement}
@@ -100,6 +102,12 @@ def _models(results: list[ModelResult], width: int) -> list[Table]:
     if text:
         return [_table(names | scheme, sizes, one_a_model), _table(names | text, quality | speed, lines)]
     return [_table(names | scheme, sizes | speed, lines), _table(names, quality, lines)]
+
+
+def _short(names: Iterable[str]) -> dict[str, str]:
+    """Paths by their last part, where that is enough to tell them apart."""
+    short = {name: PurePath(name).name for name in names}
+    return short if len(set(short.values())) == len(short) else {name: name for name in short}
 
 
 def _table(
@@ -178,11 +186,12 @@ def _plus_minus(value: float, error: float | None, sign: str = "") -> str:
 
 
 def _gate(gate: Gate) -> Table:
+    on = _short(check.on for check in gate.checks)
     rows = [
         (
             check.model,
             check.figure,
-            check.on,
+            on[check.on],
             check.measured_text,
             f"at most {check.limit_text}",
             "pass" if check.passed else _FAIL,

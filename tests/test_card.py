@@ -203,6 +203,23 @@ def test_tasks_are_tables_and_other_models_are_refused(report):
         model_card(report, evaluation={})
 
 
+def test_several_texts_are_several_rows(report):
+    def figures(value: float) -> dict:
+        return {"perplexity": value, "windows": 3, "seq_len": 64, "divergence": None}
+
+    texts = [{"name": f"/data/{name}.txt", "sha256": name * 64} for name in "ab"]
+    row = {"source": "/x/others", "name": "others", "is_baseline": False, "perplexity": figures(7.5)}
+    row["perplexities"] = {text["name"]: figures(value) for text, value in zip(texts, (7.5, 8.25), strict=True)}
+    text = model_card(report, evaluation={"models": [row], "texts": texts, "text": texts[0]})
+    assert "| others | a.txt | 7.5 | - | - | - |\n| others | b.txt | 8.25 | - | - | - |" in text
+    assert f"of a.txt (sha256 `{'a' * 16}`); 3 windows of 64 tokens of b.txt (sha256 `{'b' * 16}`);" in text
+    # Reports of one text, as they were.
+    row = {key: value for key, value in row.items() if key != "perplexities"}
+    text = model_card(report, evaluation={"models": [row], "text": texts[0]})
+    assert "| others | 7.5 | - | - | - |" in text
+    assert f"3 windows of 64 tokens of a.txt (sha256 `{'a' * 16}`); in brackets" in text
+
+
 # Pushing, with the hub's client replaced.
 
 

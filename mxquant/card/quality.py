@@ -29,30 +29,39 @@ def quality(report: Mapping[str, Any], evaluation: Mapping[str, Any]) -> list[st
 
 
 def _perplexities(rows: list[Mapping[str, Any]]) -> str:
+    several = any(len(row.get("perplexities") or {}) > 1 for row in rows)
     cells = []
     for row in rows:
-        found = row.get("perplexity") or {}
-        against = found.get("divergence") or {}
-        cells.append(
-            (
-                _label(row),
-                _number(found.get("perplexity"), ".4g"),
-                _interval(against.get("perplexity_ratio"), against.get("perplexity_ratio_interval")),
-                _interval(against.get("kl"), against.get("kl_interval")),
-                _number(against.get("top1_agreement"), ".1%"),
+        for text, found in _found(row).items():
+            against = found.get("divergence") or {}
+            cells.append(
+                (
+                    _label(row),
+                    *([Path(text).name] if several else []),
+                    _number(found.get("perplexity"), ".4g"),
+                    _interval(against.get("perplexity_ratio"), against.get("perplexity_ratio_interval")),
+                    _interval(against.get("kl"), against.get("kl_interval")),
+                    _number(against.get("top1_agreement"), ".1%"),
+                )
             )
-        )
-    return table(("model", "perplexity", "ratio to the baseline", "KL, nats a token", "same top-1"), cells)
+    text = ("text",) if several else ()
+    return table(("model", *text, "perplexity", "ratio to the baseline", "KL, nats a token", "same top-1"), cells)
+
+
+def _found(row: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    """Figures by text; reports of one text may lack the text's name."""
+    return row.get("perplexities") or {"": row.get("perplexity") or {}}
 
 
 def _measured_on(rows: list[Mapping[str, Any]], evaluation: Mapping[str, Any]) -> str:
-    text, found = evaluation.get("text") or {}, rows[-1].get("perplexity") or {}
-    if not text or not found:
-        return ""
-    return (
-        f"{found['windows']} windows of {found['seq_len']} tokens of {text['name']} "
-        f"(sha256 `{text['sha256'][:16]}`); in brackets, 95 % confidence."
-    )
+    lines = []
+    for text in evaluation.get("texts") or [evaluation.get("text") or {}]:
+        measured = _found(rows[-1])
+        found = measured.get(str(text.get("name"))) or measured.get("")
+        if found and text:
+            windows = f"{found['windows']} windows of {found['seq_len']} tokens of {Path(text['name']).name}"
+            lines.append(f"{windows} (sha256 `{text['sha256'][:16]}`)")
+    return f"{'; '.join(lines)}; in brackets, 95 % confidence." if lines else ""
 
 
 def _tasks(rows: list[Mapping[str, Any]]) -> list[str]:
