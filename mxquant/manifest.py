@@ -132,7 +132,7 @@ class Manifest:
         data = {"format_version": FORMAT_VERSION, "identity": self._identity, "finished": self._records}
         temporary = self._path.with_name(f"{_NAME}.partial")
         with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(data, file, indent=1)
+            file.write(json.dumps(data))
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, self._path)

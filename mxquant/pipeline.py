@@ -143,8 +143,8 @@ def run_plan(
     """Carry out a plan; arguments as for :func:`quantize_model`."""
     out, notify = Path(out), notify or (lambda text: None)
     run = _Run(checkpoint, plan, torch.device(device), seed, progress or (lambda name, count: None))
-    source = fingerprint(checkpoint)
-    done = QuantReport.of_output(out, plan, seed, versions(), source) if resume else None
+    source, made_with = fingerprint(checkpoint), versions()
+    done = QuantReport.of_output(out, plan, seed, made_with, source) if resume else None
     if done is not None:
         notify(f"{out} is complete already; nothing to do.")
         with work_folder(out) as work:
@@ -154,11 +154,11 @@ def run_plan(
     with work_folder(out) as work:
         check_output(out, checkpoint.source, overwrite)  # what a killed process had put aside is back
         settings = {"seed": seed, "device": run.device.type, "kernels": _kernels(run.device)}
-        identity = identify(source, plan, settings, versions())
+        identity = identify(source, plan, settings, made_with)
         manifest = Manifest.start(work, identity, plan, resume=resume, overwrite=overwrite)
         if resume:
             notify(manifest.summary())
-        report = QuantReport(plan, str(out), {}, 0.0, None, None, seed, versions(), without_times(source))
+        report = QuantReport(plan, str(out), {}, 0.0, None, None, seed, made_with, without_times(source))
         try:
             _build(checkpoint, run, manifest, work.model, report)
             work.publish()

@@ -27,6 +27,7 @@ try:
 except ImportError:  # not a Unix: two processes are then not told of each other
     fcntl = None  # type: ignore[assignment]
 
+_ATTEMPTS = 100
 _LOCK, _MODEL, _REPLACED = "lock", "model", "replaced"
 # What flock says where the file system knows no locks.
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
@@ -92,20 +93,23 @@ class WorkFolder:
             replaced.rename(self._out)
 
     def _lock(self) -> int:
-        while True:
-            self.path.mkdir(parents=True, exist_ok=True)
+        for attempt in range(1, _ATTEMPTS + 1):
             try:
+                self.path.mkdir(parents=True, exist_ok=True)
                 lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-            except FileNotFoundError:  # another process has just removed the folder
+            except (FileNotFoundError, FileExistsError):  # another process may just have removed the folder
+                if attempt == _ATTEMPTS:
+                    raise
                 continue
             if not _try_flock(lock):
                 os.close(lock)
-                raise CheckpointError(
-                    f"another process is at work in {self.path}; wait until it is done, or choose another --out"
-                )
+                break
             if _is_at(lock, self.path / _LOCK):
                 return lock
-            os.close(lock)  # removed by the process that held it before: make another
+            os.close(lock)  # the process that held it before has removed it: make another
+        raise CheckpointError(
+            f"another process is at work in {self.path}; wait until it is done, or choose another --out"
+        )
 
     def _leave(self, lock: int) -> None:
         """Let go of the lock, which is the last thing in a folder that is no longer needed."""
