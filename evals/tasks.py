@@ -69,6 +69,9 @@ class TaskSet:
         self.names = [name.strip() for name in names if name.strip()]
         if not self.names:
             raise MXQuantError("no tasks given; see `lm_eval ls tasks` for their names")
+        bare = [name.partition("=")[0] for name in self.names]
+        if twice := sorted({name for name in bare if bare.count(name) > 1}):
+            raise MXQuantError(f"task {twice[0]} is given twice")
         if not all("=" in name for name in self.names):
             ensure_quick_failure()
         with _quiet():

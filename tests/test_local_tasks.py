@@ -159,6 +159,12 @@ def test_files_that_cannot_be_used_are_one_line(task, content, message, tmp_path
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("names", [["lambada=a", "lambada=b"], ["piqa", "piqa"], ["hellaswag=a", "hellaswag"]])
+def test_a_task_given_twice_is_refused(names):
+    with pytest.raises(MXQuantError, match="is given twice"):
+        TaskSet(names)
+
+
 def test_nothing_is_written_and_nobody_is_asked(tmp_path):
     """No cache of `datasets`, no look at the network."""
     file = write(tmp_path / "mine.jsonl", LAMBADA)
