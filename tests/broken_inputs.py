@@ -90,12 +90,18 @@ def run(*args: object) -> Result:
 
 def stderr_line(result: Result) -> str:
     """The one line that a command which failed has printed to standard error."""
+    lines = printed_errors(result)
+    assert len(lines) == 1, result.stderr
+    return lines[0]
+
+
+def printed_errors(result: Result) -> list[str]:
+    """What a command that failed has printed to standard error: a line for each problem, and nothing else."""
     if not isinstance(result.exception, SystemExit):
         raise AssertionError(f"a traceback: {result.exception!r}") from result.exception
     lines = result.stderr.splitlines()
-    assert len(lines) == 1, result.stderr
-    assert lines[0].startswith("Error: ")
-    return lines[0]
+    assert all(line.startswith("Error: ") for line in lines), result.stderr
+    return lines
 
 
 def tree(folder: Path) -> dict[str, object]:

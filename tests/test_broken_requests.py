@@ -312,11 +312,10 @@ def test_a_disk_with_a_limit(source, tmp_path):
 def test_a_broken_file_seen_from_a_shell(quantized, tmp_path):
     folder = Path(shutil.copytree(quantized, tmp_path / "q"))
     cut(FILE, -1)(folder)
-    for command, code in ((["generate", folder, "hello"], 1), (["verify", folder], 10)):
-        done = _shell(*command)
-        assert done.returncode == code
-        assert FILE in done.stderr + done.stdout
-        assert len(done.stderr.splitlines()) == (code == 1)
+    done = _shell("generate", folder, "hello")
+    assert done.returncode == 1
+    assert FILE in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_standard_input_that_is_no_text(quantized):
