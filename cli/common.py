@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import json
 import os
@@ -59,6 +60,8 @@ def error_lines(error: Exception) -> list[str]:
     """What to print of an error: one line for each problem, whatever characters a name in it has."""
     if isinstance(error, OSError) and error.filename and error.strerror:
         return [printable(f"{error.filename}: {error.strerror}")]
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:  # of files, their names are told
+        return [f"cannot write to standard output: {error.strerror}"]
     problems = getattr(error, "problems", None) or [str(error)]
     return [printable(problem) or type(error).__name__ for problem in problems]
 

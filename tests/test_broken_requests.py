@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -16,6 +17,8 @@ from broken_quantized import FILE
 
 import mxquant
 from mxquant.checkpoint.writer import ShardWriter
+from mxquant.cli.common import EXIT_FAILED, EXIT_GATE
+from mxquant.inspection.faults import KINDS
 
 
 @pytest.fixture(scope="session")
@@ -293,7 +296,7 @@ def test_models_that_cannot_generate(name, quantized, tmp_path):
 def _shell(*args: object, **options: object) -> subprocess.CompletedProcess[str]:
     code = "from mxquant.cli.main import main; main()"
     command = [sys.executable, "-c", code, *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
+    return subprocess.run(command, text=True, check=False, **({"capture_output": True} | options))
 
 
 def test_a_disk_with_a_limit(source, tmp_path):
@@ -316,6 +319,30 @@ def test_a_broken_file_seen_from_a_shell(quantized, tmp_path):
     assert done.returncode == 1
     assert FILE in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_standard_output_that_is_full(quantized):
+    with open("/dev/full", "w") as full:
+        done = _shell("inspect", quantized, "--headers-only", capture_output=False, stdout=full, stderr=subprocess.PIPE)
+    assert done.returncode == 1
+    assert done.stderr == "Error: cannot write to standard output: No space left on device\n"
+
+
+def test_an_interrupt_has_an_exit_code_of_its_own(source, tmp_path, monkeypatch):
+    before = tree(tmp_path)
+    monkeypatch.setattr(ShardWriter, "write", _raises(KeyboardInterrupt()))
+    result = run("quantize", source, "-o", tmp_path / "out")
+    assert result.exit_code == 130
+    assert result.stderr == "Interrupted.\n"
+    assert tree(tmp_path) == before
+
+
+def test_the_exit_codes_of_the_documentation_are_those_of_the_code():
+    text = (Path(__file__).parents[1] / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    listed = {int(code): meaning for code, meaning in re.findall(r"^\| (\d+) \| (.*) \|$", text, re.MULTILINE)}
+    verify = {code for code, meaning in listed.items() if meaning.startswith("`verify`")}
+    assert verify == {kind.code for kind in KINDS.values()}
+    assert set(listed) - verify == {0, EXIT_FAILED, 2, EXIT_GATE, 130}
 
 
 def test_standard_input_that_is_no_text(quantized):
