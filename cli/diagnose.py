@@ -168,9 +168,13 @@ def _calibrate(subject: Subject, text: EvalText, options: dict[str, Any]) -> Cal
     from mxquant.cli.eval import prepare_libraries, stage
 
     prepare_libraries()
+    from mxquant.errors import MXQuantError
     from mxquant.evals.calibration import WINDOWS, calibrate
     from mxquant.evals.models import load_model
 
+    source = subject.checkpoint.source
+    if subject.checkpoint.folder != source:
+        raise MXQuantError(f"--calibration cannot run GGUF files; have transformers save {source} as safetensors first")
     with stage(f"loading {subject.checkpoint.folder.name}"):
         loaded = load_model(
             subject.checkpoint.folder,
