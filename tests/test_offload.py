@@ -82,6 +82,17 @@ def test_a_device_map_changes_no_bit_and_saves_the_same(place, offload_buffers, 
     _assert_answers(model, packed)
 
 
+def test_saving_in_shards_gives_the_same_bytes(packed, tmp_path):
+    AutoModelForCausalLM.from_pretrained(packed[0]).save_pretrained(tmp_path, max_shard_size="20KB")
+    shards = [load_file(file) for file in tmp_path.glob("*.safetensors")]
+    assert len(shards) > 2
+    again, source = {n: t for s in shards for n, t in s.items()}, load_file(packed[0] / "model.safetensors")
+    assert again.keys() == source.keys()
+    for name, tensor in source.items():
+        assert torch.equal(again[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
+    _assert_answers(AutoModelForCausalLM.from_pretrained(tmp_path), packed)
+
+
 def test_a_layer_that_is_elsewhere_is_not_made_dense_of_nothing(packed, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(packed[0])
     accelerate.cpu_offload(model, execution_device=CPU, offload_buffers=True)
