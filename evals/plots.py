@@ -166,7 +166,7 @@ def _draw(axis: Any, panel: _Panel, results: Sequence[ModelResult]) -> None:
 
 def _limits(low: float, high: float) -> tuple[float, float]:
     """From zero where the smallest value is near it, else with some room; space for numbers at the right."""
-    start = 0.0 if low < 0.5 * high else low - 0.15 * (high - low)
+    start = min(low, 0.0) if low < 0.5 * high else low - 0.15 * (high - low)
     span = (high - start) or abs(high) or 1.0
     return start - 0.04 * span, high + 0.34 * span
 

@@ -9,9 +9,11 @@ import contextlib
 import difflib
 import hashlib
 import importlib.metadata
+import inspect
 import json
 import math
 import numbers
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,7 +91,7 @@ class TaskSet:
             for task, config in zip(_leaves(self._tasks[name]), self._configs[name], strict=True):
                 digest.update(task.task_name.encode())
                 for part in _content(task, config, num_fewshot):
-                    digest.update(json.dumps(part, sort_keys=True, default=str).encode())
+                    digest.update(json.dumps(part, sort_keys=True, default=_plain).encode())
         return digest.hexdigest()
 
     def _index(self, include_path: str | Path | None) -> Any:
@@ -177,6 +179,13 @@ def _content(task: Any, config: dict[str, Any], num_fewshot: int | None) -> Iter
     if num_fewshot if num_fewshot is not None else config.get("num_fewshot"):
         yield "solved examples"
         yield from task.fewshot_docs() or []
+
+
+def _plain(value: Any) -> str:
+    """What a hash sees of a function or another object: nothing that changes from process to process."""
+    with contextlib.suppress(OSError, TypeError):
+        return inspect.getsource(value)
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
 
 def _with_data(task: str, file: str) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -152,6 +154,16 @@ def test_a_tasks_hash_is_that_of_what_it_asks(folder, tmp_path):
     assert hash_of(rows=({"q": "a", "a": "b"}, {"q": "c", "a": "e"}), place="y") != before
     assert hash_of(kind=_KINDS["words"].replace("{{q}}", "Q: {{q}}"), place="z") != before
     assert hash_of(num_fewshot=1) != before
+
+
+def test_a_tasks_hash_is_the_same_in_another_process(tmp_path):
+    """Functions of a task, which have another address there, included."""
+    file = tmp_path / "items.jsonl"
+    file.write_text('{"ctx": "A: b. c", "endings": ["d", "e"], "label": 0}')
+    name = f"hellaswag={file}"
+    code = f"from mxquant.evals.tasks import TaskSet; print(TaskSet([{name!r}]).hash({name!r}))"
+    printed = [subprocess.check_output([sys.executable, "-c", code], text=True).strip() for _ in range(2)]
+    assert printed == [TaskSet([name]).hash(name)] * 2
 
 
 def test_known_tasks_are_not_run_again_and_new_items_are(folder, tmp_path, monkeypatch):
