@@ -54,7 +54,7 @@ def print_plan(plan: QuantPlan, out: Path) -> None:
             human_bytes(sum(m.bytes_after for m in members)),
         )
     for name, source in plan.tied.items():
-        table.add_row(name.removesuffix(".weight"), "", "dense", f"tied to {source}", "1", "0 B", "0 B")
+        table.add_row(name.removesuffix(".weight"), "", "shared", f"tied to {source}", "1", "0 B", "0 B")
     new_console().print(table)
     for warning in plan.warnings:
         new_console().print(f"[yellow]Warning:[/] {warning}", soft_wrap=True)

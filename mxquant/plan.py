@@ -23,6 +23,7 @@ from mxquant.qtensor import CHUNK_ELEMENTS
 from mxquant.recipe import QuantRecipe, activations_text
 from mxquant.tensor_plan import TensorPlan
 from mxquant.transformers.architectures import KEPT, NameMapper, Parameter, build_meta_model, fused_group, inventory
+from mxquant.transformers.classes import auto_class
 from mxquant.transformers.mixtures import Layout, Piece, Place, layout, problems_of
 from mxquant.transformers.parts import OUTSIDE, OUTSIDE_REASON, STATE_SPACE, needs_plain_weights
 
@@ -54,6 +55,7 @@ class QuantPlan:
 
     ``tied``: parameters without a tensor of their own, and the one that each shares.
     ``activations``, ``kv_cache``: what the output's config asks for when it runs, as text.
+    ``auto_class``: the class of transformers that loads the output.
     ``held_bytes``: of the source's weights in memory, 0 where its files are mapped.
     """
 
@@ -67,6 +69,7 @@ class QuantPlan:
     tied: dict[str, str] = field(default_factory=dict)
     activations: str = NONE
     kv_cache: str = NONE
+    auto_class: str = "AutoModelForCausalLM"
     held_bytes: int = 0
     warnings: list[str] = field(default_factory=list)
 
@@ -108,6 +111,7 @@ class QuantPlan:
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,
             "bits_per_weight": self.bits_per_weight,
+            "auto_class": self.auto_class,
             "activations": self.activations,
             "kv_cache": self.kv_cache,
             "predicted_peak_bytes": self.peak_bytes,
@@ -164,6 +168,7 @@ def make_plan(
         tied,
         activations=activations_text(recipe.activations),
         kv_cache=activations_text(recipe.kv_cache),
+        auto_class=auto_class(checkpoint.config).__name__,
         held_bytes=checkpoint.held_bytes,
     )
 

@@ -19,10 +19,10 @@ _LOAD_CT = """\
 The weights are in compressed-tensors' format. vLLM, SGLang and transformers read them without mxquant:
 
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import {auto}, AutoTokenizer
 
 path = "{path}"{comment}
-model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+model = {auto}.from_pretrained(path, dtype="auto")
 tokenizer = AutoTokenizer.from_pretrained(path)
 ```
 
@@ -32,10 +32,10 @@ _LOAD_NATIVE = """\
 The weights are in mxquant's own format and stay packed in memory. mxquant must be installed, not imported:
 
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import {auto}, AutoTokenizer
 
 path = "{path}"{comment}
-model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+model = {auto}.from_pretrained(path, dtype="auto")
 tokenizer = AutoTokenizer.from_pretrained(path)
 ```
 
@@ -68,6 +68,7 @@ def model_card(
         path.rpartition("/")[2] if path else f"{_source_name(report, base_model)}, {' and '.join(report['schemes'])}"
     )
     place = {"path": path or ".", "comment": "" if path else "  # this folder, or its name on the hub"}
+    place["auto"] = report.get("auto_class", "AutoModelForCausalLM")
     measured = [] if evaluation is None else quality(report, evaluation)
     loading = _LOAD_NATIVE if report["on_disk"] == "mxquant" else _LOAD_CT
     parts = [
