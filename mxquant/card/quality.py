@@ -44,8 +44,8 @@ def _perplexities(rows: list[Mapping[str, Any]]) -> str:
                     _number(against.get("top1_agreement"), ".1%"),
                 )
             )
-    text = ("text",) if several else ()
-    return table(("model", *text, "perplexity", "ratio to the baseline", "KL, nats a token", "same top-1"), cells)
+    column = ("text",) if several else ()
+    return table(("model", *column, "perplexity", "ratio to the baseline", "KL, nats a token", "same top-1"), cells)
 
 
 def _found(row: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
