@@ -171,6 +171,7 @@ def test_the_language_model_of_a_multimodal_checkpoint_loads_alone(kind, tmp_pat
     assert_close(logits(model, case), logits(AutoModelForCausalLM.from_pretrained(tmp_path / "d"), case))
     card = (tmp_path / "q/README.md").read_text()
     assert f"model = {case.auto.__name__}.from_pretrained(path" in card
+    assert "pipeline_tag: image-text-to-text" in card
     whole = mxquant.load(tmp_path / "q")
     assert type(whole).__name__.endswith("ForConditionalGeneration")
     assert len(whole.state_dict()) > len(model.state_dict())

@@ -34,7 +34,9 @@ def make_front_matter(report: Mapping[str, Any], base_model: str | None, source_
     """The front matter of an output's card, fences included; arguments as for :func:`mxquant.card.text.model_card`."""
     carried = front_matter(source_card or "")
     fields: dict[str, Any] = {key: carried[key] for key in _CARRIED if key in carried}
-    fields = {**fields, "library_name": "transformers", "pipeline_tag": fields.get("pipeline_tag", "text-generation")}
+    sees = report.get("auto_class") == "AutoModelForImageTextToText"
+    pipeline = fields.get("pipeline_tag", "image-text-to-text" if sees else "text-generation")
+    fields = {**fields, "library_name": "transformers", "pipeline_tag": pipeline}
     if base_model is not None:
         fields |= {"base_model": base_model, "base_model_relation": "quantized"}
     fields[_OURS[0]] = _OURS[1]
