@@ -13,14 +13,19 @@ from mxquant.evals.training.study import Study
 from mxquant.training.run import RunResult
 
 # Okabe and Ito's palette, which the common kinds of colour blindness tell apart; grey is the baseline.
-_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C564B", "#000000", "#B2912F")
+_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C564B", "#000000", "#B2912F", "#7B2D8B")
 _BASELINE = "#777777"
 # Steps that a smoothed curve is a mean over, as a share of all.
 _SMOOTHING = 1 / 15
+# Up to so many recipes, the ranges of their seeds are shaded.
+_SHADED_RECIPES = 5
 
 
 def plot_study(study: Study, path: str | Path) -> None:
-    """Curves over the steps, means over seeds, smoothed; the range of the seeds is shaded."""
+    """Curves over the steps, means over seeds, smoothed; the range of the seeds is shaded.
+
+    Not with many recipes: their ranges cover one another, and nothing could be told apart.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -99,7 +104,7 @@ def _draw_loss(axis: Any, study: Study) -> None:
     for name, runs in _runs(study):
         whole = [run for run in runs if run.problem is None]
         curves = [_smooth(run.losses, study) for run in whole or runs]
-        _band(axis, curves, _color(study, name), name)
+        _band(axis, curves, _color(study, name), name, _is_shaded(study))
         tops += [curve[len(curve) // 8] for curve in curves]
         for run in runs:
             if run.problem and run.losses:
@@ -119,7 +124,7 @@ def _draw_gap(axis: Any, study: Study) -> None:
         pairs = [(run.losses, reference[run.seed]) for run in runs if run.seed in reference and run.problem is None]
         curves = [100 * (_smooth(mine, study) / _smooth(theirs, study) - 1) for mine, theirs in pairs]
         if curves and name != baseline:
-            _band(axis, curves, _color(study, name), name)
+            _band(axis, curves, _color(study, name), name, _is_shaded(study))
 
 
 def _draw_mismatch(axis: Any, study: Study) -> None:
@@ -140,12 +145,16 @@ def _draw_monitored(axis: Any, study: Study, what: str) -> None:
     axis.set_ylim(bottom=0)
 
 
-def _band(axis: Any, curves: Sequence[np.ndarray], color: str, label: str) -> None:
+def _is_shaded(study: Study) -> bool:
+    return len(study.plan.seeds) > 1 and len(study.plan.recipes) <= _SHADED_RECIPES
+
+
+def _band(axis: Any, curves: Sequence[np.ndarray], color: str, label: str, shaded: bool) -> None:
     length = min(map(len, curves))
     values = np.stack([curve[:length] for curve in curves])
     steps = np.arange(1, length + 1)
     axis.plot(steps, values.mean(0), color=color, linewidth=1.5, label=label)
-    if len(values) > 1:
+    if shaded and len(values) > 1:
         axis.fill_between(steps, values.min(0), values.max(0), color=color, alpha=0.15, linewidth=0)
 
 
@@ -163,7 +172,8 @@ def _caption(study: Study, what: str | None = None) -> str:
     settings, seeds = study.plan.settings, len(study.plan.seeds)
     if what is None:
         width = max(1, round(settings.steps * _SMOOTHING))
-        shown = f"Means over {width} steps" + (f" and {seeds} seeds, their range shaded." if seeds > 1 else ".")
+        shown = f"Means over {width} steps" + (f" and {seeds} seeds" if seeds > 1 else "")
+        shown += ", their range shaded." if _is_shaded(study) else "."
     else:
         shown = f"{what} over {seeds} seeds, paired."
     return (
