@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 
 # What an evaluated model runs through: loading, products, and the measuring itself.
 _DECIDING = (
-    *("mxquant.activations", "mxquant.formats", "mxquant.grouped", "mxquant.modules", "mxquant.numerics"),
-    *("mxquant.ops", "mxquant.packing", "mxquant.qtensor", "mxquant.methods.dynamic", "mxquant.checkpoint"),
-    *("mxquant.transformers", "mxquant.kernels", "mxquant.evals.models", "mxquant.evals.windows"),
+    *("mxquant.activations", "mxquant.blocks", "mxquant.formats", "mxquant.grouped", "mxquant.modules"),
+    *("mxquant.numerics", "mxquant.ops", "mxquant.packing", "mxquant.qtensor", "mxquant.scaling"),
+    *("mxquant.methods.dynamic", "mxquant.methods.rtn", "mxquant.checkpoint", "mxquant.transformers"),
+    *("mxquant.kernels", "mxquant.evals.models", "mxquant.evals.windows"),
     *("mxquant.evals.perplexity", "mxquant.evals.divergence", "mxquant.evals.intervals", "mxquant.evals.tasks"),
     "mxquant.evals.local_tasks",
 )
@@ -55,7 +56,7 @@ class ResultCache:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             write(self.folder / "writable.json", {})
-            (self.folder / "writable.json").unlink()
+            (self.folder / "writable.json").unlink(missing_ok=True)  # another evaluation may try the same
         except OSError as error:
             raise MXQuantError(f"cannot keep results in {self.folder}: {error.strerror}") from error
 
@@ -67,10 +68,14 @@ class ResultCache:
             return None
         # The fields are stored as well: for people, and against a file that got another one's name.
         known = isinstance(content, dict) and content.get("from") == json.loads(json.dumps(fields))
-        return content["result"] if known else None
+        return content.get("result") if known else None
 
     def store(self, fields: Mapping[str, Any], result: Mapping[str, Any]) -> None:
-        write(self.folder / file_name(fields), {"from": fields, "result": result})
+        """Keep what was computed from ``fields``. Raises ``MXQuantError`` if the disk is full, for example."""
+        try:
+            write(self.folder / file_name(fields), {"from": fields, "result": result})
+        except OSError as error:
+            raise MXQuantError(f"cannot keep results in {self.folder}: {error.strerror}") from error
 
 
 def model_hash(source: Source) -> str | None:

@@ -92,7 +92,7 @@ class _Group:
         rows[0].is_baseline = self.has_baseline
         for text in self.report.texts:
             self._measure(text)
-            if rows[0] not in self.report.results:
+            if text is self.report.texts[0]:
                 self.report.results += rows
         for subject, row in zip(self.subjects, rows, strict=True):
             self._run_tasks(subject, row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import shutil
@@ -14,6 +15,7 @@ import mxquant.bundled
 from mxquant.cli.main import main
 from mxquant.evals import run as run_module
 from mxquant.evals.cache import model_hash
+from mxquant.evals.memory import Memory
 from mxquant.evals.models import load_model
 from mxquant.evals.sources import find_model
 
@@ -65,6 +67,13 @@ def test_two_texts_are_two_rows_with_the_figures_of_each_alone(folder):
     for row in found["models"]:
         assert row["perplexity"] == row["perplexities"][str(one)]
         assert row["perplexities"][str(one)]["perplexity"] != row["perplexities"][str(two)]["perplexity"]
+
+
+def test_a_model_given_twice_has_two_rows(folder):
+    result = invoke("eval", folder / "a", folder / "a", *QUICK, "--text", folder / "one.txt", "--json")
+    assert result.exit_code == 0, result.stderr
+    one, two = json.loads(result.stdout)["models"]
+    assert one["perplexity"]["perplexity"] == two["perplexity"]["perplexity"]
 
 
 def test_a_row_for_each_model_and_text_in_the_table_and_the_picture(folder, tmp_path):
@@ -161,6 +170,28 @@ def test_a_models_hash_is_that_of_its_files(folder, tmp_path):
     assert model_hash(find_model(model)) == before
     (model / "tokenizer_config.json").write_text((model / "tokenizer_config.json").read_text() + " ")
     assert model_hash(find_model(model)) != before
+
+
+def test_a_disk_that_is_full_costs_nothing_that_was_found(folder, tmp_path, monkeypatch):
+    def full(path, content):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    common = ("--text", folder / "one.txt", "--text", folder / "two.txt", *QUICK)
+    with monkeypatch.context() as patched:
+        keep = Memory.keep_perplexity
+
+        def keep_one(self, source, text, *rest):
+            if text.name.endswith("two.txt"):
+                patched.setattr("mxquant.evals.cache.write", full)
+            keep(self, source, text, *rest)
+
+        patched.setattr(Memory, "keep_perplexity", keep_one)
+        result = invoke("eval", folder / "a", *common, "--cache", tmp_path / "c", "--json")
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1] == f"Error: cannot keep results in {tmp_path / 'c'}: No space left on device"
+    assert list(json.loads(result.stdout)["models"][0]["perplexities"]) == [
+        str(folder / n) for n in ("one.txt", "two.txt")
+    ]
 
 
 def test_a_cache_that_cannot_be_written_is_one_line_before_the_work(folder, tmp_path):
