@@ -22,6 +22,8 @@ def open_source(source: str | Path, *, revision: str | None = None) -> Checkpoin
     """
     path = Path(os.path.expanduser(source))
     if path.suffix.lower() == ".gguf" and not path.is_dir():
+        if revision is not None:
+            raise CheckpointError(f"{source} is a file, which has no revisions; drop --revision {revision}")
         return GgufCheckpoint(path)
     folder = resolve_source(source, revision=revision)
     if not _has(folder, SINGLE_NAME, INDEX_NAME):
@@ -33,7 +35,8 @@ def open_source(source: str | Path, *, revision: str | None = None) -> Checkpoin
 
 
 def _has(folder: Path, *names: str) -> bool:
-    return any((folder / name).exists() for name in names)
+    """Whether one of the names is there, be it a link to nothing: that is a broken source, not one of another kind."""
+    return any(os.path.lexists(folder / name) for name in names)
 
 
 def _other_than_safetensors(folder: Path) -> Checkpoint:

@@ -194,6 +194,7 @@ ARGUMENTS = {
     "a source of a user that there is not": (["quantize", "~no-such-user/model"], "~no-such-user", 1),
     "a source with a name that is too long": (["quantize", 300 * "x"], "too long", 1),
     "a revision of a folder": (["quantize", "{source}", "--revision", "v2"], "v2", 1),
+    "a revision of a file": (["quantize", "./some.gguf", "--revision", "v2"], "v2", 1),
     "a shard size without end": (["quantize", "{source}", "--max-shard-size", "inf"], "inf", 2),
     "a device without numbers": (["quantize", "{source}", "--device", "meta"], "meta", 1),
     "a device that does not exist": (["quantize", "{source}", "--device", "abacus"], "abacus", 1),

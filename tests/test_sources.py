@@ -183,6 +183,10 @@ def test_safetensors_take_precedence_and_nothing_stands_in_for_broken_ones(make_
     file.write_bytes(file.read_bytes()[:-10])
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
         open_source(source)
+    file.unlink()
+    file.symlink_to(source / "gone")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors.*No such file"):
+        open_source(source)
 
 
 # --- GGUF -----------------------------------------------------------------------------------------
