@@ -192,11 +192,13 @@ def test_measured_quality_is_put_in(outputs, tmp_path):
 def test_tasks_are_tables_and_other_models_are_refused(report):
     row = {"source": "/x/others", "name": "others", "is_baseline": False, "perplexity": None}
     row["tasks"] = {"piqa": {"acc": {"value": 0.5, "stderr": 0.01}, "f1|x": {"value": 0.25, "stderr": None}}}
+    row["tasks"]["lambada"] = {"perplexity": {"value": None, "stderr": None}}
     base = {**row, "source": "org/name", "name": "dense", "is_baseline": True, "tasks": {}}
     text = model_card(report, evaluation={"models": [base, row]})
     assert "| task | metric | dense (baseline) | others |" in text
     assert "| piqa | acc | - | 0.5000 ± 0.0100 |" in text
     assert "| piqa | f1\\|x | - | 0.2500 |" in text
+    assert "| lambada | perplexity | - | none |" in text
     with pytest.raises(CheckpointError, match="elsewhere"):
         model_card(report, evaluation={"models": [base, {**row, "source": "/x/elsewhere"}]})
     with pytest.raises(CheckpointError, match="no models"):

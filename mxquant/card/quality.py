@@ -80,6 +80,8 @@ def _label(row: Mapping[str, Any]) -> str:
 
 
 def _with_error(metric: Mapping[str, Any]) -> str:
+    if metric["value"] is None:
+        return "none"
     error = "" if metric.get("stderr") is None else f" ± {metric['stderr']:.4f}"
     return f"{metric['value']:.4f}{error}"
 
