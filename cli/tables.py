@@ -29,6 +29,7 @@ def new_console(pipe_width: int = _PIPE_WIDTH) -> Console:
 
 
 def new_table(title: str, left: tuple[str, ...], right: tuple[str, ...]) -> Table:
+    """An empty table: columns of words, which fold, then columns of figures."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in left:
         table.add_column(name, overflow="fold")

@@ -44,6 +44,7 @@ def all_of(results: list[ModelResult], gate: Gate | None, width: int) -> list[Ta
 
 
 def to_rich(table: Table) -> RichTable:
+    """The table for a terminal; what failed or is missing is red."""
     from rich import box
     from rich.markup import escape
     from rich.table import Table as RichTable

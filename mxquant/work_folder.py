@@ -141,6 +141,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def remove(path: Path) -> None:
+    """Remove a file or a folder with all that is in it, if it is there."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

@@ -1,8 +1,8 @@
 """What tells whether the files of a source are still the same, without reading all of them.
 
-A file of up to 16 MiB is hashed whole. Of a larger one, which can only be weights, the first MiB and
-64 pieces of 16 KiB spread evenly to its end are: training changes every piece of a file. A change
-that misses them all shows in the time of the file's last change.
+A file of up to 16 MiB is hashed whole. Of a larger one, which is hardly ever anything but weights, the
+first MiB and 64 pieces of 16 KiB spread evenly to its end are: training changes every piece of a file.
+A change that misses them all shows in the time of the file's last change.
 """
 
 from __future__ import annotations
