@@ -60,8 +60,8 @@ def error_lines(error: Exception) -> list[str]:
     """What to print of an error: one line for each problem, whatever characters a name in it has."""
     if isinstance(error, OSError) and error.filename and error.strerror:
         return [printable(f"{error.filename}: {error.strerror}")]
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:  # of files, their names are told
-        return [f"cannot write to standard output: {error.strerror}"]
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:  # while writing, no name is told
+        return [f"cannot write the output: {error.strerror}"]
     problems = getattr(error, "problems", None) or [str(error)]
     return [printable(problem) or type(error).__name__ for problem in problems]
 

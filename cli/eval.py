@@ -39,8 +39,6 @@ Exit codes:
 # Wide enough for a line of every table where nobody's terminal sets the width.
 _PIPE_WIDTH = 160
 
-_SECONDS_BETWEEN_LINES = 10
-
 
 @click.command("eval", epilog=_EPILOG, context_settings={"max_content_width": 120})
 @click.argument("models", metavar="MODEL...", nargs=-1, required=True)
@@ -127,12 +125,14 @@ def stage(what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def _progress_lines(what: str) -> Callable[[int, int], None]:
+    from mxquant.evals.quiet import SECONDS_BETWEEN_LINES
+
     began = last = time.monotonic()
 
     def report(done: int, total: int) -> None:
         nonlocal last
         now = time.monotonic()
-        if done and now - last >= _SECONDS_BETWEEN_LINES:
+        if done and now - last >= SECONDS_BETWEEN_LINES:
             last = now
             left = (now - began) / done * (total - done)
             click.echo(f"{what}: {done} of {total}, about {left:.0f} s left", err=True)

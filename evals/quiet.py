@@ -11,7 +11,8 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TextIO
 
-_SECONDS_BETWEEN_LINES = 10
+# Where a progress bar is not watched, it is a line every so often.
+SECONDS_BETWEEN_LINES = 10
 
 
 @contextlib.contextmanager
@@ -49,7 +50,7 @@ class BarsAsLines(io.TextIOBase):
         if "\r" in text:
             self._in_bar = True
             now, bar = self._clock(), text.rpartition("\r")[2].strip()
-            if bar and now - self._last >= _SECONDS_BETWEEN_LINES:
+            if bar and now - self._last >= SECONDS_BETWEEN_LINES:
                 self._last = now
                 self._to.write(f"{bar}\n")
         elif self._in_bar and not text.strip():  # what ends a bar

@@ -327,7 +327,7 @@ def test_standard_output_that_is_full(quantized, monkeypatch):
     monkeypatch.setattr("mxquant.cli.inspect_tables.print_inspection", _raises(FULL))
     result = run("inspect", quantized)
     assert result.exit_code == 1
-    assert stderr_line(result) == "Error: cannot write to standard output: No space left on device"
+    assert stderr_line(result) == "Error: cannot write the output: No space left on device"
 
 
 def test_an_interrupt_has_an_exit_code_of_its_own(source, tmp_path, monkeypatch):

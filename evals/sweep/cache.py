@@ -85,10 +85,14 @@ class CellCache:
             "shape": list(self.bench.windows.shape),
             "dtype": str(dense.model.dtype),
             "device": dense.device.type,
-            "tasks": None if self.bench.tasks is None else [*map(self.bench.tasks.hash, self.bench.tasks.names)],
+            "tasks": self._task_hashes(),
             "limit": self.bench.limit,
             "num_fewshot": self.bench.num_fewshot,
         }
+
+    def _task_hashes(self) -> list[str] | None:
+        tasks = self.bench.tasks
+        return None if tasks is None else [tasks.hash(name, self.bench.num_fewshot) for name in tasks.names]
 
     def path(self, spec: CellSpec | None) -> Path:
         """The file of a cell, there or not."""
