@@ -62,6 +62,8 @@ class WorkFolder:
     """See :func:`work_folder`. ``path``: the folder; ``model``: the output that is being built in it."""
 
     def __init__(self, out: Path):
+        if out.name in ("", ".."):  # nothing can be beside it, nor take its place
+            raise CheckpointError(f"output {out} has no name of its own; give one, such as --out ./small")
         self._out = out
         self.path = out.with_name(out.name + ".partial")
         self.model = self.path / _MODEL

@@ -201,6 +201,7 @@ ARGUMENTS = {
     "a block without end": (["quantize", "{source}", "--block", "1000000000000"], "1000000000000", 1),
     "unknown activations": (["quantize", "{source}", "--activations", "some"], "some", 1),
     "everything excluded": (["quantize", "{source}", "--exclude", "."], "nothing would be quantized", 1),
+    "an output without a name": (["quantize", "{source}", "-o", "."], "output . has no name", 1),
     "dequantizing nothing": (["dequantize", "./nowhere", "d"], "./nowhere", 1),
     "dequantizing a dense model": (["dequantize", "{source}", "d"], "not quantized", 1),
     "dequantizing into the source": (["dequantize", "{q}", "{q}"], "same folder", 1),
@@ -233,7 +234,7 @@ def test_arguments_that_make_no_sense(name, good_checkpoint, quantized, tmp_path
     monkeypatch.chdir(tmp_path)
     args, words, code = ARGUMENTS[name]
     args = [arg.format(source=good_checkpoint, q=quantized) for arg in args]
-    result = run(*args, *(["-o", "out"] if args[0] == "quantize" else []))
+    result = run(*args, *(["-o", "out"] if args[0] == "quantize" and "-o" not in args else []))
     assert result.exit_code == code, result.output
     line = stderr_line(result) if code == 1 else result.stderr.splitlines()[-1]
     assert words in line
