@@ -70,6 +70,17 @@ def test_the_hub_finds_what_it_looks_for(outputs):
         assert "base_model" not in head  # a folder is no model of the hub
 
 
+@pytest.mark.parametrize(
+    ("auto", "use"),
+    [("AutoModelForImageTextToText", "image-text-to-text"), ("AutoModelForMultimodalLM", "audio-text-to-text")],
+)
+def test_a_model_that_sees_or_hears_has_the_use_of_its_kind(report, auto, use):
+    assert matter(model_card({**report, "auto_class": auto}))["pipeline_tag"] == use
+    assert (
+        matter(model_card({**report, "auto_class": auto}, source_card=SOURCE_CARD))["pipeline_tag"] == "text-generation"
+    )
+
+
 def test_what_holds_for_the_output_is_carried_from_the_source(report):
     head = matter(model_card(report, source_card=SOURCE_CARD, base_model="org/name"))
     assert (head["license"], head["license_name"]) == ("other", "my-terms")

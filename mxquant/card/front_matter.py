@@ -10,6 +10,8 @@ import yaml
 
 # What of the source's front matter holds for the output too.
 _CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag")
+# What the hub calls the use of a model that more than text goes into, by the class that loads it.
+_PIPELINES = {"AutoModelForImageTextToText": "image-text-to-text", "AutoModelForMultimodalLM": "audio-text-to-text"}
 # Says that a card is ours, and so not the source's.
 _OURS = ("quantized_by", "mxquant")
 
@@ -34,8 +36,7 @@ def make_front_matter(report: Mapping[str, Any], base_model: str | None, source_
     """The front matter of an output's card, fences included; arguments as for :func:`mxquant.card.text.model_card`."""
     carried = front_matter(source_card or "")
     fields: dict[str, Any] = {key: carried[key] for key in _CARRIED if key in carried}
-    sees = report.get("auto_class") == "AutoModelForImageTextToText"
-    pipeline = fields.get("pipeline_tag", "image-text-to-text" if sees else "text-generation")
+    pipeline = fields.get("pipeline_tag") or _PIPELINES.get(str(report.get("auto_class")), "text-generation")
     fields = {**fields, "library_name": "transformers", "pipeline_tag": pipeline}
     if base_model is not None:
         fields |= {"base_model": base_model, "base_model_relation": "quantized"}
