@@ -11,7 +11,7 @@ from typing import Any
 
 from mxquant.checkpoint.fingerprint import without_times
 from mxquant.checkpoint.layout import REPORT_NAME
-from mxquant.checkpoint.writer import shard_names
+from mxquant.checkpoint.writer import shard_bytes, shard_names
 from mxquant.methods.rtn import QuantStats
 from mxquant.plan import QuantPlan, TensorPlan
 
@@ -49,7 +49,8 @@ class QuantReport:
         try:
             saved = json.loads(path.read_text(encoding="utf-8"))
             stats = {t["name"]: _restored(t) for t in saved["tensors"] if t["scheme"]}
-            size = sum((out / name).stat().st_size for name in shard_names(len(plan.shards)))
+            sizes = [(out / name).stat().st_size for name in shard_names(len(plan.shards))]
+            whole = sizes == [*map(shard_bytes, plan.shards)] and (out / "config.json").is_file()
             newer = any(f.get("mtime_ns", 0) > path.stat().st_mtime_ns for f in source.values())
         except (OSError, ValueError, KeyError, TypeError):
             return None
@@ -57,7 +58,7 @@ class QuantReport:
         report = cls(plan, str(out), stats, 0.0, None, None, seed, versions, files, plan.parameters)
         ours = json.loads(json.dumps(report.to_file()))
         same = {**ours, "source": None} == {**saved, "source": None}  # the same folder may be spelled in two ways
-        return report if same and not newer and size > plan.bytes_after else None
+        return report if same and not newer and whole else None
 
     @property
     def total(self) -> QuantStats:

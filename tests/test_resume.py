@@ -303,6 +303,13 @@ def test_a_complete_output_is_left_alone_if_it_is_the_one_asked_for(source, tmp_
     for options in ({"seed": 1}, {"scheme": NVFP4}, {"max_shard_bytes": 2 * SHARD}):
         with pytest.raises(CheckpointError, match="exists and is not empty"):
             quantize(source, tmp_path / "out", resume=True, **options)
+    shard = next((tmp_path / "out").glob("*.safetensors"))
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-1])
+    with pytest.raises(CheckpointError, match="exists and is not empty"):
+        quantize(source, tmp_path / "out", resume=True)
+    shard.write_bytes(whole)
+    assert quantize(source, tmp_path / "out", resume=True).stats == first.stats
     _retrain(source)
     with pytest.raises(CheckpointError, match="exists and is not empty"):
         quantize(source, tmp_path / "out", resume=True)

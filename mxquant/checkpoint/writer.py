@@ -73,6 +73,11 @@ def shard_header(tensors: list[OutputTensor]) -> tuple[bytes, dict[str, int]]:
     return struct.pack("<Q", len(text)) + text, offsets
 
 
+def shard_bytes(tensors: list[OutputTensor]) -> int:
+    """The size of the file of a shard."""
+    return len(shard_header(tensors)[0]) + sum(t.nbytes for t in tensors)
+
+
 class ShardWriter:
     """Writes one shard; ``write`` in any order, then ``finish`` gives it its name."""
 
