@@ -14,6 +14,7 @@ from tiny_models import assert_close, logits, quantizer, same, tensors_of
 
 import mxquant
 from mxquant.formats import QuantScheme
+from mxquant.transformers.architectures import build_meta_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -54,6 +55,11 @@ def test_exactly_the_layers_on_the_list_are_quantized(kind, quantized):
         assert (t.kind, t.reason) == (wanted, REASONS.get(wanted, wanted)), t.name
     assert set(plan.tied) == case.tied
     assert {t.name for t in plan.tensors} == q.before.keys()
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_planning_needs_no_memory_for_weights(kind, quantized):
+    assert {p.device.type for p in build_meta_model(quantized(kind).source).parameters()} == {"meta"}
 
 
 @pytest.mark.parametrize("kind", CASES)

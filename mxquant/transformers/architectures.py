@@ -100,9 +100,9 @@ def build_meta_model(folder: Path, *, trust_remote_code: bool = False) -> PreTra
                 ) from error
             raise CheckpointError(f"{path} is not a model known to transformers: {_line(error)}") from error
         try:
+            auto = auto_class(read_config(folder))
             with torch.device("meta"):
-                auto = auto_class(read_config(folder))
-            model = auto.from_config(config, trust_remote_code=trust_remote_code)
+                model = auto.from_config(config, trust_remote_code=trust_remote_code)
         except Exception as error:  # as above
             names = ", ".join(map(str, getattr(config, "architectures", None) or [type(config).__name__]))
             raise CheckpointError(
