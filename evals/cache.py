@@ -110,10 +110,10 @@ def hash_files(folder: Path, files: Iterable[Path]) -> str:
 
 
 @cache
-def code_hash() -> str:
-    """A hash of the code that results depend on."""
+def code_hash(modules: tuple[str, ...] = _DECIDING) -> str:
+    """A hash of the code that results depend on: of modules, and of all that is in packages."""
     whole = hashlib.sha256()
-    for name in _DECIDING:
+    for name in modules:
         spec = importlib.util.find_spec(name)
         assert spec is not None
         assert spec.origin is not None

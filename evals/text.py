@@ -46,7 +46,7 @@ def load_text(name: str | Path) -> EvalText:
         text = _builtin()
     else:
         path = Path(name).expanduser()
-        text = EvalText(str(name), _read(path))
+        text = EvalText(str(name), read_utf8(path, "text", f"--text takes a file, {WIKITEXT2} or {BUILTIN}"))
     if not text.text.strip():
         raise MXQuantError(f"text {text.name} is empty; give a file with text in it by --text FILE")
     return text
@@ -86,12 +86,13 @@ def _builtin() -> EvalText:
     return EvalText(BUILTIN, heldout_text(), f"documentation of Python {provenance()['python']}")
 
 
-def _read(path: Path) -> str:
+def read_utf8(path: Path, kind: str, option: str) -> str:
+    """A file's text. Raises ``MXQuantError`` in words of the ``kind`` of file; ``option`` says what takes one."""
     try:
         return path.read_bytes().decode("utf-8")
     except FileNotFoundError as error:
-        raise MXQuantError(f"no text file {path}; --text takes a file, {WIKITEXT2} or {BUILTIN}") from error
+        raise MXQuantError(f"no {kind} file {path}; {option}") from error
     except UnicodeDecodeError as error:
-        raise MXQuantError(f"text file {path} is not UTF-8 (byte {error.start})") from error
+        raise MXQuantError(f"{kind} file {path} is not UTF-8 (byte {error.start})") from error
     except OSError as error:
-        raise MXQuantError(f"cannot read text file {path}: {error.strerror}") from error
+        raise MXQuantError(f"cannot read {kind} file {path}: {error.strerror}") from error

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mxquant.errors import MXQuantError
+from mxquant.evals.text import read_utf8
 
 # An unfinished sentence at the end of a HellaSwag context, which lm-eval has as `ctx_b`.
 _UNFINISHED = re.compile(r"(?<=[.!?]) (?=[a-z][^.!?]*$)")
@@ -96,14 +97,7 @@ def _rows(path: Path, row: Callable[[dict[str, Any]], dict[str, Any]]) -> Iterat
 
 
 def _read(path: Path) -> str:
-    try:
-        text = path.read_bytes().decode("utf-8")
-    except FileNotFoundError as error:
-        raise MXQuantError(f"no task file {path}; --tasks NAME=FILE takes a JSONL file") from error
-    except UnicodeDecodeError as error:
-        raise MXQuantError(f"task file {path} is not UTF-8 (byte {error.start})") from error
-    except OSError as error:
-        raise MXQuantError(f"cannot read task file {path}: {error.strerror}") from error
+    text = read_utf8(path, "task", "--tasks NAME=FILE takes a JSONL file")
     if not text.strip():
         raise MXQuantError(f"task file {path} is empty")
     return text

@@ -9,10 +9,8 @@ one is measured again, and the sweep says so.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ import torch
 
 from mxquant import __version__
 from mxquant.errors import MXQuantError
-from mxquant.evals.cache import file_name, user_folder, write
+from mxquant.evals.cache import code_hash, file_name, user_folder, write
 from mxquant.evals.sweep.cells import Bench, Cell
 from mxquant.evals.sweep.grid import CellSpec
 
@@ -41,13 +39,9 @@ def default_folder() -> Path:
     return user_folder("sweep")
 
 
-@cache
 def made_by() -> dict[str, str]:
     """What the figures of a cell depend on besides its inputs."""
-    code = hashlib.sha256()
-    for name in _DECIDING:
-        code.update(Path(str(importlib.import_module(name).__file__)).read_bytes())
-    return {"mxquant": __version__, "code": code.hexdigest()[:16], "figures": str(_VERSION)}
+    return {"mxquant": __version__, "code": code_hash(_DECIDING), "figures": str(_VERSION)}
 
 
 def fingerprint(model: Any) -> str:
