@@ -32,7 +32,7 @@ from mxquant.evals.calibration import calibrate
 from mxquant.evals.models import EvalModel, load_model
 from mxquant.evals.text import load_text
 from mxquant.evals.windows import cut_windows
-from mxquant.formats import QuantScheme
+from mxquant.schemes.formats import QuantScheme
 
 RESULTS = Path(__file__).parent / "results"
 Chosen = dict[str, QuantScheme]

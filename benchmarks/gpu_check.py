@@ -21,13 +21,13 @@ from pathlib import Path
 import torch
 import triton
 
-from mxquant import ops
+from mxquant.codec.qtensor import QTensor, dequantize_parts
+from mxquant.codec.rng import derive_key
+from mxquant.codec.rounding import quantize_tensor
 from mxquant.evals.speed import measure, measure_ceilings, seconds
-from mxquant.formats import SCALES, QuantScheme
 from mxquant.kernels.triton import backend
-from mxquant.methods.rtn import quantize_tensor
-from mxquant.qtensor import QTensor, dequantize_parts
-from mxquant.rng import derive_key
+from mxquant.ops import operators as ops
+from mxquant.schemes.formats import SCALES, QuantScheme
 
 DEVICE = torch.device("cuda")
 BLOCKS = (8, 16, 32, 64, (32, 32), (16, 16))

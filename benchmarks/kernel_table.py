@@ -18,12 +18,12 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
+from compiled_kernels import CHIPS, figures
 
-from mxquant.formats import QuantScheme
 from mxquant.kernels.triton import backend, dequantize, gradient, grouped, linear, native, quantize
-from mxquant.kernels.triton.compiled import CHIPS, figures
 from mxquant.kernels.triton.configs import candidates
 from mxquant.kernels.triton.launch import Launch
+from mxquant.schemes.formats import QuantScheme
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "kernels.md"
 N, K = 14336, 4096  # Llama 3 8B's up projection, and that of Mixtral's experts

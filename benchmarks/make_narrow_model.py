@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rescale import rescale
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mxquant.bundled
-from mxquant.analysis.rescale import rescale
 from mxquant.errors import MXQuantError
 from mxquant.evals.sources import find_model
 

@@ -34,9 +34,9 @@ import torch
 import transformers as hf
 from machine import describe, print_table, write_json
 
-from mxquant import pipeline
 from mxquant.cli import quantize, tables  # noqa: F401  (what a command imports when it runs)
 from mxquant.cli.main import main as mxquant_main
+from mxquant.convert import pipeline
 
 THREADS = 2
 # Every so many kills, one waits until the output is complete and then this long at most, in seconds.

@@ -26,8 +26,8 @@ from mxquant.evals.inplace import LinearWeight, Variant, linear_weights
 from mxquant.evals.models import EvalModel, load_model
 from mxquant.evals.perplexity import Perplexity, evaluate
 from mxquant.evals.text import load_text
-from mxquant.formats import SCALES, QuantScheme
-from mxquant.ops import QTensor
+from mxquant.ops.operators import QTensor
+from mxquant.schemes.formats import SCALES, QuantScheme
 
 # Scale format, global scale, block: the usual block of each format, and two more of ue5m3.
 GROUPS = (

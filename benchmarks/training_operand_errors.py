@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from mxquant.evals.models import quiet_transformers
 from mxquant.evals.training.text import load_training_text, training_windows
-from mxquant.formats import QuantScheme
-from mxquant.ops import fake_quantize
+from mxquant.ops.operators import fake_quantize
+from mxquant.schemes.formats import QuantScheme
 
 HERE = Path(__file__).resolve().parent
 SCHEMES = (

@@ -19,10 +19,10 @@ import tempfile
 from pathlib import Path
 
 from make_narrow_model import make_copy
+from rescale import Moved
 
 import mxquant.bundled
 from mxquant.analysis.diagnose import examine, prepare
-from mxquant.analysis.rescale import Moved
 from mxquant.evals.diagnose_plots import plot_diagnosis
 from mxquant.evals.sweep.grid import Grid
 from mxquant.evals.sweep.inversions import lines_of
@@ -33,7 +33,7 @@ from mxquant.evals.sweep.work import Done, SweepSettings
 from mxquant.evals.text import load_text
 from mxquant.evals.theory_plots import plot_error_curves, plot_parts
 from mxquant.evals.theory_report import study
-from mxquant.formats import QuantScheme
+from mxquant.schemes.formats import QuantScheme
 
 RESULTS = Path(__file__).resolve().parent / "results"
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mxquant.cli.common import handle_errors, write_json
-from mxquant.formats import PRESETS, SCALES
+from mxquant.schemes.formats import PRESETS, SCALES
 
 if TYPE_CHECKING:
     import torch
@@ -106,7 +106,7 @@ def _rows(text: str) -> list[int]:
 
 
 def _scheme(options: dict[str, Any]) -> Any:
-    from mxquant.formats import QuantScheme, parse_block
+    from mxquant.schemes.formats import QuantScheme, parse_block
 
     fields = {name: options[name] for name in ("scale", "global_scale") if options[name] is not None}
     if options["block"] is not None:

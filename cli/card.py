@@ -30,8 +30,8 @@ def card_command(path: Path, results: Path | None, base_model: str | None, repo:
     mxquant quantize writes a card without. The card of the source is kept as README.source.md; its license, language
     and tags are carried.
     """
-    from mxquant.card.files import read_report, write_card
     from mxquant.checkpoint.upload import check_can_push, push_folder
+    from mxquant.convert.card.files import read_report, write_card
 
     report = read_report(path)
     evaluation = None if results is None else _read(results)

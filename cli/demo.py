@@ -14,7 +14,7 @@ from mxquant.cli.eval import prepare_libraries, print_tables, stage
 if TYPE_CHECKING:
     from mxquant.evals.models import EvalModel
     from mxquant.evals.report import Report
-    from mxquant.formats import QuantScheme
+    from mxquant.schemes.formats import QuantScheme
 
 _EPILOG = """\b
 Example:
@@ -70,7 +70,7 @@ def _bundled() -> Path:
 
 
 def _schemes() -> list[QuantScheme]:
-    from mxquant.formats import QuantScheme
+    from mxquant.schemes.formats import QuantScheme
 
     preset = QuantScheme.preset
     return [QuantScheme(scale="ue5m3", block=16), preset("mxfp4"), preset("nvfp4"), QuantScheme(scale="e4m3", block=16)]

@@ -31,7 +31,7 @@ def dequantize_command(path: str, out: Path, dtype: str | None, overwrite: bool)
     """
     import torch
 
-    from mxquant.densify import dequantize_model
+    from mxquant.convert.dequantize import dequantize_model
 
     with progress() as display:
         task = display.add_task("Dequantizing", total=None)

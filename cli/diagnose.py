@@ -10,7 +10,7 @@ import click
 from mxquant.analysis.defaults import BUDGET, SCHEMES
 from mxquant.cli.common import console, handle_errors, progress, write_json
 from mxquant.cli.options import loading_options
-from mxquant.formats import PRESETS, SCALES, QuantScheme
+from mxquant.schemes.formats import PRESETS, SCALES, QuantScheme
 
 if TYPE_CHECKING:
     from mxquant.analysis.diagnose import Subject

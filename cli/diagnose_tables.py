@@ -11,9 +11,9 @@ from rich.table import Table
 
 from mxquant.analysis.advice import budgets
 from mxquant.analysis.diagnosis import Diagnosis, Mix, bits_of
-from mxquant.analysis.errors import MatrixErrors
+from mxquant.analysis.measure import MatrixErrors
 from mxquant.cli.tables import new_console, new_table
-from mxquant.formats import QuantScheme
+from mxquant.schemes.formats import QuantScheme
 
 _SIGMA = "\N{GREEK SMALL LETTER SIGMA}"
 _PIPE_WIDTH = 150

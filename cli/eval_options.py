@@ -13,7 +13,7 @@ from mxquant.errors import MXQuantError
 from mxquant.evals.gate import Limits, parse_share
 
 if TYPE_CHECKING:
-    from mxquant.evals.memory import Memory
+    from mxquant.evals.result_store import Memory
     from mxquant.evals.settings import EvalSettings
     from mxquant.evals.tasks import TaskSet
 
@@ -106,6 +106,6 @@ def memory_of(options: dict[str, Any], settings: EvalSettings, tasks: TaskSet | 
     if options["cache"] is None:
         return None
     from mxquant.evals.cache import ResultCache
-    from mxquant.evals.memory import Memory
+    from mxquant.evals.result_store import Memory
 
     return Memory(ResultCache(options["cache"]), settings, tasks)

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from mxquant.checkpoint.native import with_wildcards
+from mxquant.checkpoint.formats.native import with_wildcards
 from mxquant.checkpoint.reader import TensorInfo
 from mxquant.cli.common import human_bytes
 from mxquant.cli.tables import new_console, new_table

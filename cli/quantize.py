@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mxquant.cli.common import console, handle_errors, progress, write_json
-from mxquant.formats import ELEMENTS, PRESETS, ROUNDINGS, SCALES
+from mxquant.schemes.formats import ELEMENTS, PRESETS, ROUNDINGS, SCALES
 
 if TYPE_CHECKING:
     from mxquant.checkpoint.reader import Checkpoint
-    from mxquant.plan import QuantPlan
-    from mxquant.report import QuantReport
+    from mxquant.convert.plan import QuantPlan
+    from mxquant.convert.report import QuantReport
 
 _EPILOG = """\b
 Examples:
@@ -104,9 +104,9 @@ def quantize_command(**options: Any) -> None:
     Prints the plan, streams the weights into OUT and ends with a report of what it cost, which is
     also kept as OUT/quantization_report.json. OUT loads with AutoModelForCausalLM.from_pretrained.
     """
-    from mxquant import pipeline
     from mxquant.cli import tables
-    from mxquant.output import check_output
+    from mxquant.convert import pipeline
+    from mxquant.convert.output import check_output
 
     recipe, label = _recipe(options)
     source = options["source"]
@@ -147,9 +147,9 @@ def quantize_command(**options: Any) -> None:
 
 
 def _run(checkpoint: Checkpoint, plan: QuantPlan, out: Path, options: dict[str, Any]) -> QuantReport:
-    from mxquant.manifest import finished_shards
-    from mxquant.pipeline import run_plan
-    from mxquant.work_folder import WorkFolder
+    from mxquant.convert.manifest import finished_shards
+    from mxquant.convert.pipeline import run_plan
+    from mxquant.convert.work_folder import WorkFolder
 
     with progress(enabled=not options["as_json"]) as display:
         task = display.add_task("Quantizing", total=plan.parameters)
@@ -178,8 +178,8 @@ def _name(source: str) -> str:
 
 
 def _push(out: Path, repo: str) -> None:
-    from mxquant.card.files import read_report, write_card
     from mxquant.checkpoint.upload import push_folder
+    from mxquant.convert.card.files import read_report, write_card
 
     write_card(out, read_report(out), path=repo)
     click.echo(f"Pushed to {push_folder(out, repo)}", err=True)
@@ -190,8 +190,8 @@ def _recipe(options: dict[str, Any]) -> tuple[Any, str]:
     from dataclasses import replace
 
     from mxquant.errors import SchemeError
-    from mxquant.formats import QuantScheme, parse_block
-    from mxquant.recipe import QuantRecipe
+    from mxquant.schemes.formats import QuantScheme, parse_block
+    from mxquant.schemes.recipe import QuantRecipe
 
     names = ("element", "scale", "global_scale", "scale_rule", "rounding")
     fields = {name: options[name] for name in names if options[name] is not None}

@@ -129,7 +129,7 @@ def sweep_command(model: str, **options: Any) -> None:
 
 def _grid(options: dict[str, Any]) -> Grid:
     """The grid asked for; what a preset says, and then the defaults, fill ``options`` where they are silent."""
-    from mxquant.formats import parse_block
+    from mxquant.schemes.formats import parse_block
 
     preset = PRESETS[options["preset"]] if options["preset"] else None
     base = preset.grid if preset else Grid(tuple(_SCALES.split(",")), tuple(parse_block(b) for b in _BLOCKS.split(",")))

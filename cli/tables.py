@@ -11,12 +11,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from mxquant.checkpoint.native import with_wildcards
+from mxquant.checkpoint.formats.native import with_wildcards
 from mxquant.cli.common import human_bytes
 
 if TYPE_CHECKING:
-    from mxquant.plan import QuantPlan, TensorPlan
-    from mxquant.report import QuantReport
+    from mxquant.convert.plan import QuantPlan, TensorPlan
+    from mxquant.convert.report import QuantReport
 
 
 # Wide enough for a line of every table where nobody's terminal sets the width.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mxquant.cli.common import handle_errors, progress, write_json
-from mxquant.formats import ELEMENTS, ROUNDINGS, QuantScheme
+from mxquant.schemes.formats import ELEMENTS, ROUNDINGS, QuantScheme
 
 if TYPE_CHECKING:
     from mxquant.evals.theory_report import TheoryReport
@@ -102,7 +102,7 @@ def theory_command(**options: Any) -> None:
 def _schemes(options: dict[str, Any]) -> list[QuantScheme]:
     """Every scale with every block; a full scheme keeps its own block unless blocks are given."""
     from mxquant import theory
-    from mxquant.formats import parse_block
+    from mxquant.schemes.formats import parse_block
 
     changes = {name: options[name] for name in ("element", "rule", "rounding")}
     schemes = []

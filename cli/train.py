@@ -10,7 +10,7 @@ import click
 
 from mxquant.cli.common import console, handle_errors, write_json
 from mxquant.cli.options import check_task_options, task_options
-from mxquant.formats import ROUNDINGS
+from mxquant.schemes.formats import ROUNDINGS
 
 if TYPE_CHECKING:
     from mxquant.evals.training.study import Plan, Study

@@ -19,9 +19,21 @@ if TYPE_CHECKING:
 
 # What an evaluated model runs through: loading, products, and the measuring itself.
 _DECIDING = (
-    *("mxquant.activations", "mxquant.blocks", "mxquant.formats", "mxquant.grouped", "mxquant.modules"),
-    *("mxquant.numerics", "mxquant.ops", "mxquant.packing", "mxquant.qtensor", "mxquant.scaling"),
-    *("mxquant.methods.dynamic", "mxquant.methods.rtn", "mxquant.checkpoint", "mxquant.transformers"),
+    *(
+        "mxquant.schemes.activations",
+        "mxquant.codec.blocks",
+        "mxquant.schemes.formats",
+        "mxquant.ops.grouped",
+        "mxquant.nn.quant_linear",
+    ),
+    *(
+        "mxquant.codec.numerics",
+        "mxquant.ops.operators",
+        "mxquant.codec.packing",
+        "mxquant.codec.qtensor",
+        "mxquant.codec.scaling",
+    ),
+    *("mxquant.codec.dynamic", "mxquant.codec.rounding", "mxquant.checkpoint", "mxquant.transformers"),
     *("mxquant.kernels", "mxquant.evals.models", "mxquant.evals.windows"),
     *("mxquant.evals.perplexity", "mxquant.evals.divergence", "mxquant.evals.intervals", "mxquant.evals.tasks"),
     "mxquant.evals.local_tasks",

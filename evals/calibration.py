@@ -12,12 +12,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from mxquant.analysis.sensitivity import Calibration, Sensitivity
+from mxquant.convert.tensor_plan import TensorPlan
 from mxquant.errors import MXQuantError
 from mxquant.evals.experts import holds, inputs_through, is_experts
 from mxquant.evals.models import EvalModel
 from mxquant.evals.text import EvalText
 from mxquant.evals.windows import cut_windows, window_length
-from mxquant.tensor_plan import TensorPlan
 from mxquant.transformers.architectures import NameMapper, inventory
 
 WINDOWS, SEQ_LEN = 8, 512

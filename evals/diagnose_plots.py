@@ -12,10 +12,10 @@ import numpy as np
 
 from mxquant.analysis.advice_on_scales import SHARE
 from mxquant.analysis.diagnosis import Diagnosis, Mix
-from mxquant.analysis.errors import MatrixErrors
+from mxquant.analysis.measure import MatrixErrors
 from mxquant.analysis.places import place
 from mxquant.evals.plots import check_format
-from mxquant.formats import QuantScheme
+from mxquant.schemes.formats import QuantScheme
 
 _SIGMA = "\N{GREEK SMALL LETTER SIGMA}"
 _GREY = "#555555"

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor, TextStreamer
 
+from mxquant.convert.memory import anonymous_bytes
 from mxquant.errors import CheckpointError, MXQuantError
 from mxquant.evals.models import EvalModel
 from mxquant.evals.sources import first_line
-from mxquant.memory import anonymous_bytes
 
 Emit = Callable[[str], None]
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from mxquant.activations import ActivationScheme
+from mxquant.convert.plan import MAX_DENSE_SHARE
 from mxquant.errors import MXQuantError
 from mxquant.evals import experts
 from mxquant.evals.models import EvalModel, answering, takes_positions
-from mxquant.ops import QTensor, quantize_activations
-from mxquant.plan import MAX_DENSE_SHARE
+from mxquant.ops.operators import QTensor, quantize_activations
+from mxquant.schemes.activations import ActivationScheme
 from mxquant.transformers.architectures import inventory
 
 # Kinds of matrices that are left alone on purpose; see :class:`mxquant.transformers.architectures.Parameter`.

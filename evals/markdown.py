@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mxquant.card.markdown import table
+from mxquant.convert.card.markdown import table
 from mxquant.evals.plots import plot_comparison
 from mxquant.evals.report import Report, versions
 from mxquant.evals.tables import Table, all_of

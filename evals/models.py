@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from mxquant.codec.qtensor import QTensor
 from mxquant.errors import CheckpointError, MXQuantError
 from mxquant.evals.sources import Source, find_model, first_line
-from mxquant.qtensor import QTensor
 
 # How the names of the files begin that tokenizers are read from.
 _TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece", "spm", "merges", "tekken", "bpe")
@@ -220,7 +220,7 @@ def _describe(model: torch.nn.Module, method: str | None) -> tuple[str, float | 
 
 def _packed(model: torch.nn.Module) -> Iterator[QTensor]:
     """Every packed matrix, those of experts too; one that several layers share comes once."""
-    from mxquant.modules import QuantLinear
+    from mxquant.nn.quant_linear import QuantLinear
     from mxquant.transformers.experts import QuantExperts
 
     seen = set()

@@ -16,7 +16,7 @@ from mxquant.evals.sources import Source
 from mxquant.evals.windows import cut_windows, window_length
 
 if TYPE_CHECKING:
-    from mxquant.evals.memory import Memory
+    from mxquant.evals.result_store import Memory
     from mxquant.evals.tasks import Metric, TaskSet
     from mxquant.evals.text import EvalText
 

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 
 from mxquant.errors import MXQuantError
 from mxquant.evals.plots import check_format
-from mxquant.formats import QuantScheme
-from mxquant.ops import explain, linear, quantize
+from mxquant.ops.operators import explain, linear, quantize
+from mxquant.schemes.formats import QuantScheme
 
 _SECONDS = 0.2  # of measuring, for each product
 _CACHES = 96 << 20  # bytes, more than the caches of a CPU hold

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mxquant import theory
-from mxquant.formats import QuantScheme
+from mxquant.schemes.formats import QuantScheme
 
 # Phases of sigma for the mean over an octave; fewer where each costs a sample.
 _PHASES, _SAMPLED_PHASES = 64, 8

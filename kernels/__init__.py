@@ -1,1 +1,1 @@
-"""Fast implementations of the operators in :mod:`mxquant.ops`; a folder for each kind of device."""
+"""Fast implementations of the operators in :mod:`mxquant.ops.operators`; a folder for each kind of device."""

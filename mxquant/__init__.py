@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _EXPORTS = {
-    "ActivationScheme": "mxquant.activations",
+    "ActivationScheme": "mxquant.schemes.activations",
     "MXQuantConfig": "mxquant.transformers.config",
     "MXQuantError": "mxquant.errors",
-    "QTensor": "mxquant.ops",
-    "QuantLinear": "mxquant.modules",
-    "QuantRecipe": "mxquant.recipe",
-    "QuantScheme": "mxquant.formats",
-    "dequantize_model": "mxquant.densify",
-    "linear": "mxquant.ops",
+    "QTensor": "mxquant.ops.operators",
+    "QuantLinear": "mxquant.nn.quant_linear",
+    "QuantRecipe": "mxquant.schemes.recipe",
+    "QuantScheme": "mxquant.schemes.formats",
+    "dequantize_model": "mxquant.convert.dequantize",
+    "linear": "mxquant.ops.operators",
     "load": "mxquant.transformers.loading",
-    "quantize": "mxquant.ops",
-    "quantize_model": "mxquant.pipeline",
+    "quantize": "mxquant.ops.operators",
+    "quantize_model": "mxquant.convert.pipeline",
 }
 
 # Submodules that `import mxquant` makes available, e.g. `mxquant.theory.mse`.
@@ -32,15 +32,15 @@ __all__ = ["__version__", *_EXPORTS, *_SUBMODULES]
 
 if TYPE_CHECKING:
     from mxquant import theory, training
-    from mxquant.activations import ActivationScheme
-    from mxquant.densify import dequantize_model
+    from mxquant.codec.qtensor import QTensor
+    from mxquant.convert.dequantize import dequantize_model
+    from mxquant.convert.pipeline import quantize_model
     from mxquant.errors import MXQuantError
-    from mxquant.formats import QuantScheme
-    from mxquant.modules import QuantLinear
-    from mxquant.ops import linear, quantize
-    from mxquant.pipeline import quantize_model
-    from mxquant.qtensor import QTensor
-    from mxquant.recipe import QuantRecipe
+    from mxquant.nn.quant_linear import QuantLinear
+    from mxquant.ops.operators import linear, quantize
+    from mxquant.schemes.activations import ActivationScheme
+    from mxquant.schemes.formats import QuantScheme
+    from mxquant.schemes.recipe import QuantRecipe
     from mxquant.transformers.config import MXQuantConfig
     from mxquant.transformers.loading import load
 

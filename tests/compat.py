@@ -56,7 +56,7 @@ def main() -> int:
     parser.add_argument("--pip-args", default="", help="arguments for pip, as one string")
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     options, pytest_args = parser.parse_args(sys.argv[1:split]), sys.argv[split + 1 :]
-    files = [f"tests/test_{name}.py" for name in TESTS]
+    files = [str(path) for name in TESTS for path in sorted((ROOT / "tests").rglob(f"test_{name}.py"))]
     failed = []
     for version in options.versions:
         python = environment(version, shlex.split(options.pip_args))

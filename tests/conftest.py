@@ -103,7 +103,7 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
 
 @pytest.fixture(scope="session")
 def good_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that the faults of tests/broken_inputs.py are made from; copy it before changing it."""
+    """The folder that the faults of tests/helpers/broken_inputs.py are made from; copy it before changing it."""
     from broken_inputs import make_good
 
     folder = tmp_path_factory.mktemp("good")
@@ -114,7 +114,7 @@ def good_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=["reference", "kernels"])
 def implementation(request):
     """For tests that hold for the PyTorch reference and for the compiled kernels alike."""
-    from mxquant.ops import backend
+    from mxquant.ops.operators import backend
 
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "reference":

@@ -41,7 +41,7 @@ def main() -> int:
             "ASAN_OPTIONS": "detect_leaks=0:halt_on_error=1",
             "UBSAN_OPTIONS": "print_stacktrace=1",
         }
-        tests = [str(HERE / f"test_cpu_{part}.py") for part in ("fuzz", "linear", "quantize")]
+        tests = [str(HERE / "kernels" / f"test_cpu_{part}.py") for part in ("fuzz", "linear", "quantize")]
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider", "-k", LEFT_OUT, *tests]
         return subprocess.run([*command, *sys.argv[1:]], env=environment, cwd=HERE.parent, check=False).returncode
 

@@ -16,9 +16,9 @@ import torch
 import transformers
 
 import mxquant
-from mxquant import pipeline
 from mxquant.checkpoint.reader import Checkpoint
-from mxquant.formats import QuantScheme
+from mxquant.convert import pipeline
+from mxquant.schemes.formats import QuantScheme
 
 
 def parse_args() -> argparse.Namespace:

@@ -26,8 +26,14 @@ from mxquant.evals.sweep.grid import CellSpec
 _VERSION = 1
 # Modules whose code decides what a figure is.
 _DECIDING = (
-    *("mxquant.blocks", "mxquant.formats", "mxquant.numerics", "mxquant.scaling", "mxquant.activations"),
-    *("mxquant.methods.rtn", "mxquant.methods.dynamic", "mxquant.evals.divergence", "mxquant.evals.perplexity"),
+    *(
+        "mxquant.codec.blocks",
+        "mxquant.schemes.formats",
+        "mxquant.codec.numerics",
+        "mxquant.codec.scaling",
+        "mxquant.schemes.activations",
+    ),
+    *("mxquant.codec.rounding", "mxquant.codec.dynamic", "mxquant.evals.divergence", "mxquant.evals.perplexity"),
     *("mxquant.evals.intervals", "mxquant.evals.inplace", "mxquant.evals.experts", "mxquant.evals.sweep.cells"),
 )
 # Of a config: where it came from and what wrote it say nothing about the model.

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mxquant.codec.parallel import Workers
+from mxquant.codec.qtensor import QTensor
+from mxquant.codec.rounding import QuantStats, RowQuantizer, check_weight, tensor_amax
+from mxquant.codec.scaling import global_scale_for
 from mxquant.errors import MXQuantError
 from mxquant.evals.inplace import LinearWeight, RememberingVariant, Variant
 from mxquant.evals.perplexity import Perplexity, evaluate
 from mxquant.evals.sweep.grid import CellSpec
-from mxquant.formats import QuantScheme
-from mxquant.methods.rtn import QuantStats, RowQuantizer, check_weight, tensor_amax
-from mxquant.parallel import Workers
-from mxquant.qtensor import QTensor
-from mxquant.scaling import global_scale_for
+from mxquant.schemes.formats import QuantScheme
 from mxquant.transformers.architectures import fused_group
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mxquant.activations import NONE, SAME, ActivationScheme
 from mxquant.errors import SchemeError
-from mxquant.formats import SCALES, QuantScheme
+from mxquant.schemes.activations import NONE, SAME, ActivationScheme
+from mxquant.schemes.formats import SCALES, QuantScheme
 
 # Rules with a meaning for every scale: the paper's (arXiv 2601.19026), and mxquant's own choice.
 PAPER, DEFAULT = "paper", "default"

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from mxquant.activations import NONE, SAME
 from mxquant.evals.intervals import bootstrap_interval
 from mxquant.evals.sweep.cells import Cell
+from mxquant.schemes.activations import NONE, SAME
 
 _INPUTS = {NONE: "weights only", SAME: "weights and activations"}
 

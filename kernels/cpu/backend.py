@@ -1,4 +1,4 @@
-"""The operators of :mod:`mxquant.ops` on CPUs, and the rules by which they are served here.
+"""The operators of :mod:`mxquant.ops.operators` on CPUs, and the rules by which they are served here.
 
 ======================  ====================================================================
 quantize                fp32, bf16, fp16 -> fp4_e2m1 with 8-bit scales, any rule and rounding
@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mxquant.formats import QuantScheme
+from mxquant.codec.numerics import element_table, scale_dtype
+from mxquant.codec.rounding import QuantStats
+from mxquant.codec.scaling import SEARCH_BINADES, SEARCH_CODES, largest_power_of_two, power_of_two_carry
 from mxquant.kernels.cpu import library as L
 from mxquant.kernels.cpu.calls import LinearCall
-from mxquant.methods.rtn import QuantStats
-from mxquant.numerics import element_table, scale_dtype
-from mxquant.scaling import SEARCH_BINADES, SEARCH_CODES, largest_power_of_two, power_of_two_carry
+from mxquant.schemes.formats import QuantScheme
 
 _MANTISSA_RULES = {"absmax": 0, "absmax-nonzero": 1, "ceil": 2, "four-over-six": 3, "search": 4}
 _CARRY, _RCEIL, _POWER_SEARCH = 5, 6, 7
@@ -197,7 +197,7 @@ def _why_not_scheme(scheme: QuantScheme, fp4_only: bool) -> str | None:
 
 @lru_cache(maxsize=256)
 def _rule(scheme: QuantScheme) -> _Rule:
-    """What the library calls the scheme's rule; for powers of two see :func:`mxquant.scaling.power_of_two_carry`."""
+    """What the library calls the scheme's rule; for powers of two see ``power_of_two_carry``."""
     fmt, rule = scheme.scale_format, str(scheme.scale_rule)
     if not fmt.exponent_only:
         return _Rule(_MANTISSA_RULES[rule], offsets=SEARCH_CODES)

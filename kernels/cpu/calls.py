@@ -6,8 +6,8 @@ from ctypes import addressof
 
 import torch
 
-from mxquant.formats import QuantScheme
 from mxquant.kernels.cpu.library import DTYPES, LinearWeight, ScaleFormat, check, library
+from mxquant.schemes.formats import QuantScheme
 
 
 class LinearCall:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mxquant.formats import QuantScheme
+from mxquant.schemes.formats import QuantScheme
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SCALES = ("e8m0", "e4m3", "ue5m3", "ue5m3-61440")
@@ -114,10 +114,10 @@ def quantized_linear(
     activations: QuantScheme,
 ) -> torch.Tensor:
     """One pass quantizes the activations, another multiplies. A token that is not finite gives NaN; no host sync."""
+    from mxquant.codec.rounding import tensor_amax
+    from mxquant.codec.scaling import global_scale_for
     from mxquant.kernels.triton import native
     from mxquant.kernels.triton.quantize import plan
-    from mxquant.methods.rtn import tensor_amax
-    from mxquant.scaling import global_scale_for
 
     rows = x.reshape(-1, shape[1])
     out = x.new_empty(*x.shape[:-1], shape[0])
@@ -195,8 +195,8 @@ def quantize(
     That is one number read back from the device, which a CUDA graph cannot do: while one is captured
     nothing is checked.
     """
+    from mxquant.codec.numerics import scale_dtype
     from mxquant.kernels.triton.quantize import plan
-    from mxquant.numerics import scale_dtype
 
     shape = (weight.shape[0], weight.shape[1])
     packed = torch.empty(scheme.packed_shape(shape), dtype=torch.uint8, device=weight.device)

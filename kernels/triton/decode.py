@@ -22,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mxquant.formats import SCALES
+from mxquant.schemes.formats import SCALES
 
 # Scale formats by the bit layout that the kernels know; ue5m3-61440 is ue5m3 that never writes its
 # top binade.

@@ -6,9 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
-from mxquant.formats import QuantScheme
 from mxquant.kernels.triton.decode import LAYOUTS, decode_scale, rounded, tiny_high, tiny_low
 from mxquant.kernels.triton.launch import Launch
+from mxquant.schemes.formats import QuantScheme
 
 _TWO_126 = tl.constexpr(2.0**126)
 

@@ -10,13 +10,13 @@ import torch
 import triton
 import triton.language as tl
 
-from mxquant.formats import QuantScheme
 from mxquant.kernels.triton.configs import Config
 from mxquant.kernels.triton.decode import EXPONENTS, INTERPRETED, LAYOUTS, rounded
 from mxquant.kernels.triton.launch import Launch
 from mxquant.kernels.triton.linear import terms
 from mxquant.kernels.triton.matmul import finish, leading_bf16
 from mxquant.kernels.triton.tiles import block_codes, swizzled, weight_tile
+from mxquant.schemes.formats import QuantScheme
 
 
 @triton.jit

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 import triton
 
-from mxquant.formats import QuantScheme
 from mxquant.kernels.triton.configs import Config
 from mxquant.kernels.triton.decode import EXPONENTS, LAYOUTS
 from mxquant.kernels.triton.gemv import gemv_kernel, gemv_words_kernel
 from mxquant.kernels.triton.launch import Launch
 from mxquant.kernels.triton.matmul import matmul_kernel, reduce_kernel
+from mxquant.schemes.formats import QuantScheme
 
 
 def terms(dtype: torch.dtype, scheme: QuantScheme) -> int:

@@ -12,11 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
-from mxquant.formats import QuantScheme
 from mxquant.kernels.triton.decode import E4M3, E8M0, INTERPRETED, power_of_two, rounded, scaled_pair
 from mxquant.kernels.triton.launch import Launch
 from mxquant.kernels.triton.matmul import finish
 from mxquant.kernels.triton.tiles import swizzled
+from mxquant.schemes.formats import QuantScheme
 
 # Scheme -> the dtype in which tensor cores read its scales.
 SCALES = {("e8m0", (1, 32)): torch.uint8, ("e4m3", (1, 16)): torch.float8_e4m3fn}

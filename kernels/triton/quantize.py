@@ -11,11 +11,11 @@ import torch
 import triton
 import triton.language as tl
 
-from mxquant.formats import QuantScheme
 from mxquant.kernels.triton.decode import LAYOUTS
 from mxquant.kernels.triton.launch import Launch
 from mxquant.kernels.triton.random import random_bits24
 from mxquant.kernels.triton.rules import RULES, block_codes, divided, nearest_magnitude
+from mxquant.schemes.formats import QuantScheme
 
 
 @triton.jit(do_not_specialize=["key_low", "key_high"])
@@ -122,7 +122,7 @@ def plan(
 
     ``bad``: int32 ``[1]``, zero; becomes 1 if a weight is not finite.
 
-    ``key``: the 64-bit key of :func:`mxquant.rng.derive_key`.
+    ``key``: the 64-bit key of :func:`mxquant.codec.rng.derive_key`.
     """
     rows, columns = weight.shape
     r, c = scheme.block_shape

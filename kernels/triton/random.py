@@ -1,4 +1,4 @@
-"""Random bits for stochastic rounding: :mod:`mxquant.rng`, bit for bit."""
+"""Random bits for stochastic rounding: :mod:`mxquant.codec.rng`, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scale rules on the GPU: the maximum of a block -> its scale code, as :mod:`mxquant.scaling` defines them.
+"""Scale rules on the GPU: the maximum of a block -> its scale code, as :mod:`mxquant.codec.scaling` defines them.
 
 Bit for bit the same: the same fp32 operations in the same order, divisions correctly rounded (``div_rn``;
 ``/`` would become an approximation), no fused multiply-add (kernels that use this are compiled with
@@ -11,9 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mxquant.formats import ELEMENTS, SCALES
+from mxquant.codec.scaling import largest_power_of_two, power_of_two_carry
 from mxquant.kernels.triton.decode import E4M3, E8M0, decode_scale
-from mxquant.scaling import largest_power_of_two, power_of_two_carry
+from mxquant.schemes.formats import ELEMENTS, SCALES
 
 # Codes of the rules, by name: what kernels are specialized on.
 RULES = {
@@ -173,7 +173,7 @@ def _raw_error(x, amax, code, global_ptr, LAYOUT: tl.constexpr):
 
 @triton.jit
 def _ordered_sum(x):
-    """Sum of each row by halving: ``x[i] + x[i + n/2]``, the order of ``mxquant.blocks.ordered_sum``."""
+    """Sum of each row by halving: ``x[i] + x[i + n/2]``, the order of ``mxquant.codec.blocks.ordered_sum``."""
     if x.shape[1] == 1:
         total = x.reshape(x.shape[0])
     else:

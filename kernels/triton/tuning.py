@@ -12,9 +12,9 @@ from functools import lru_cache
 import torch
 import triton
 
-from mxquant.formats import QuantScheme
 from mxquant.kernels.triton.configs import MULTIPROCESSORS, Config, candidates, shape_class
 from mxquant.kernels.triton.linear import plan, terms
+from mxquant.schemes.formats import QuantScheme
 
 _chosen: dict[tuple[object, ...], Config] = {}
 

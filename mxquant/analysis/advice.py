@@ -10,10 +10,10 @@ from dataclasses import replace
 from mxquant.analysis.advice_on_scales import inversions, large_scales, small_scales
 from mxquant.analysis.defaults import BUDGET, BUDGETS
 from mxquant.analysis.diagnosis import TIE, Diagnosis, Mix
-from mxquant.analysis.errors import MatrixErrors
+from mxquant.analysis.measure import MatrixErrors
 from mxquant.analysis.words import name, percent
-from mxquant.formats import QuantScheme
-from mxquant.plan import KNOWN_KINDS
+from mxquant.convert.plan import KNOWN_KINDS
+from mxquant.schemes.formats import QuantScheme
 
 # Errors of projections that differ by less are not worth a word.
 _ALIKE = 1.05

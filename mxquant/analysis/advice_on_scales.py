@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from mxquant.analysis.diagnosis import TIE, Diagnosis
 from mxquant.analysis.words import name, percent, span
-from mxquant.formats import QuantScheme
+from mxquant.schemes.formats import QuantScheme
 
 # Scales that are zero or subnormal, or the largest of their format, are worth a word above this share.
 SHARE = 0.01

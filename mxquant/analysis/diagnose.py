@@ -9,17 +9,17 @@ from pathlib import Path
 
 from mxquant.analysis.defaults import SCHEMES
 from mxquant.analysis.diagnosis import Diagnosis
-from mxquant.analysis.errors import check_blocks, measure
+from mxquant.analysis.measure import check_blocks, measure
 from mxquant.analysis.places import place
 from mxquant.analysis.sensitivity import Calibration, Sensitivity
 from mxquant.checkpoint.reader import Checkpoint
+from mxquant.convert.open_source import open_source
+from mxquant.convert.pipeline import DEFAULT_SHARD_BYTES
+from mxquant.convert.plan import QuantPlan, make_plan
+from mxquant.convert.tensor_plan import TensorPlan
 from mxquant.errors import MXQuantError, SchemeError
-from mxquant.formats import QuantScheme
-from mxquant.pipeline import DEFAULT_SHARD_BYTES
-from mxquant.plan import QuantPlan, make_plan
-from mxquant.recipe import QuantRecipe
-from mxquant.sources import open_source
-from mxquant.tensor_plan import TensorPlan
+from mxquant.schemes.formats import QuantScheme
+from mxquant.schemes.recipe import QuantRecipe
 from mxquant.transformers.architectures import NameMapper, build_meta_model, inventory
 
 # Stands for all schemes in the plan: with a global scale, so that the plan says which tensors would share it.

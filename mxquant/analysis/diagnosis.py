@@ -20,16 +20,16 @@ from functools import cached_property
 from typing import Any
 
 from mxquant.analysis.allocate import Option, allocate
-from mxquant.analysis.errors import MatrixErrors, Measured
+from mxquant.analysis.measure import MatrixErrors, Measured
 from mxquant.analysis.places import place, short_names
 from mxquant.analysis.predict import gaussian_mse
 from mxquant.analysis.recipes import compact_recipe
 from mxquant.analysis.sensitivity import Calibration
+from mxquant.convert.plan import QuantPlan
+from mxquant.convert.tensor_plan import TensorPlan
 from mxquant.errors import SchemeError
-from mxquant.formats import QuantScheme
-from mxquant.plan import QuantPlan
-from mxquant.recipe import QuantRecipe
-from mxquant.tensor_plan import TensorPlan
+from mxquant.schemes.formats import QuantScheme
+from mxquant.schemes.recipe import QuantRecipe
 
 # Bits per weight are compared with a budget up to rounding.
 _ROUNDING = 1e-9

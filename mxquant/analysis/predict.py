@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
-from mxquant.formats import QuantScheme
+from mxquant.schemes.formats import QuantScheme
 from mxquant.theory.expected import total_error
 from mxquant.theory.levels import is_sampled
 

@@ -6,8 +6,8 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
-from mxquant.formats import QuantScheme
-from mxquant.recipe import QuantRecipe, Rule
+from mxquant.schemes.formats import QuantScheme
+from mxquant.schemes.recipe import QuantRecipe, Rule
 
 
 def compact_recipe(

@@ -7,9 +7,9 @@ from typing import Any
 
 from mxquant.analysis.advice import advice, budgets
 from mxquant.analysis.diagnosis import Diagnosis, Mix
-from mxquant.analysis.errors import MatrixErrors
-from mxquant.formats import QuantScheme
-from mxquant.pipeline import versions
+from mxquant.analysis.measure import MatrixErrors
+from mxquant.convert.pipeline import versions
+from mxquant.schemes.formats import QuantScheme
 
 
 def to_dict(d: Diagnosis, mix: Mix) -> dict[str, Any]:

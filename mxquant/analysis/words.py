@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mxquant.analysis.diagnosis import Diagnosis
-from mxquant.formats import QuantScheme
+from mxquant.schemes.formats import QuantScheme
 
 
 def name(d: Diagnosis, scheme: QuantScheme) -> str:

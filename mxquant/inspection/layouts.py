@@ -1,7 +1,7 @@
 """Which tensors of a checkpoint are packed weights, for each on-disk format that is known here.
 
 ==================  =========================================================================
-mxquant             ``weight``, ``weight_scale``, ``weight_global_scale``: :mod:`mxquant.checkpoint.native`
+mxquant             ``weight``, ``weight_scale``, ``weight_global_scale``: :mod:`mxquant.checkpoint.formats.native`
 compressed-tensors  ``weight_packed``, ``weight_scale``, ``weight_global_scale`` (divides): NVFP4, MXFP4
 modelopt            ``weight``, ``weight_scale``, ``weight_scale_2`` (multiplies): NVFP4
 quark               ``weight``, ``weight_scale``: MXFP4, and FP4 with UE5M3 scales
@@ -21,14 +21,14 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from typing import Any
 
-from mxquant.checkpoint import compressed_tensors, native
+from mxquant.checkpoint.formats import compressed_tensors, native
 from mxquant.checkpoint.layout import FLOAT_DTYPES
 from mxquant.checkpoint.reader import Checkpoint, TensorInfo
 from mxquant.checkpoint.writer import DTYPE_NAMES
+from mxquant.codec.numerics import scale_dtype
 from mxquant.errors import CheckpointError
-from mxquant.formats import QuantScheme
 from mxquant.inspection.packed import PackedWeight, Part
-from mxquant.numerics import scale_dtype
+from mxquant.schemes.formats import QuantScheme
 
 MODELOPT, QUARK, GPT_OSS = "modelopt", "quark", "mxfp4"
 # Of layers whose inputs are quantized with a scale from calibration; not part of the weight.

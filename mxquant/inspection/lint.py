@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from mxquant.checkpoint import native
-from mxquant.checkpoint.native import with_wildcards
+from mxquant.checkpoint.formats import native
+from mxquant.checkpoint.formats.native import with_wildcards
 from mxquant.inspection.packed import PackedWeight
 from mxquant.transformers.architectures import fused_group
 

@@ -8,12 +8,12 @@ from math import prod
 
 import torch
 
-from mxquant import blocks
 from mxquant.checkpoint.reader import Checkpoint
+from mxquant.codec import blocks
+from mxquant.codec.numerics import decode_packed, decode_scale
+from mxquant.codec.qtensor import CHUNK_ELEMENTS
 from mxquant.errors import CheckpointError
-from mxquant.formats import QuantScheme
-from mxquant.numerics import decode_packed, decode_scale
-from mxquant.qtensor import CHUNK_ELEMENTS
+from mxquant.schemes.formats import QuantScheme
 
 
 @dataclass(frozen=True)

@@ -11,19 +11,19 @@ from pathlib import Path
 
 import torch
 
-import mxquant.ops  # noqa: F401  (brings the kernels)
-from mxquant import sources
-from mxquant.checkpoint import compressed_tensors, gpt_oss, native
+import mxquant.ops.operators  # noqa: F401  (brings the kernels)
+from mxquant.checkpoint.formats import compressed_tensors, gpt_oss, native
 from mxquant.checkpoint.layout import FLOAT_DTYPES, REPORT_NAME
 from mxquant.checkpoint.reader import Checkpoint
+from mxquant.codec.rounding import quantize_tensor, tensor_amax
+from mxquant.codec.scaling import global_scale_for
+from mxquant.convert import open_source as sources
 from mxquant.errors import CheckpointError, WeightError
-from mxquant.formats import QuantScheme
 from mxquant.inspection.faults import Verification
 from mxquant.inspection.layouts import Layout, quantization_of
 from mxquant.inspection.packed import Matrix, PackedWeight
 from mxquant.inspection.summary import Steps
-from mxquant.methods.rtn import quantize_tensor, tensor_amax
-from mxquant.scaling import global_scale_for
+from mxquant.schemes.formats import QuantScheme
 
 # Without a report to compare with: no rounding to the nearest element comes near this error.
 _IMPLAUSIBLE = 0.5

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from mxquant.formats import ElementFormat, ScaleFormat
+from mxquant.codec.packing import unpack
 from mxquant.inspection.packed import Matrix
-from mxquant.packing import unpack
+from mxquant.schemes.formats import ElementFormat, ScaleFormat
 
 _CHUNK = 1 << 22
 

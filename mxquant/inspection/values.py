@@ -6,15 +6,15 @@ from collections.abc import Iterable
 
 import torch
 
-from mxquant import blocks
 from mxquant.checkpoint.layout import FLOAT_DTYPES
 from mxquant.checkpoint.reader import Checkpoint
-from mxquant.formats import ElementFormat
+from mxquant.codec import blocks
+from mxquant.codec.numerics import decode_scale, element_table
+from mxquant.codec.packing import unpack
 from mxquant.inspection.faults import Verification
 from mxquant.inspection.packed import Matrix, PackedWeight
 from mxquant.inspection.summary import Steps
-from mxquant.numerics import decode_scale, element_table
-from mxquant.packing import unpack
+from mxquant.schemes.formats import ElementFormat
 
 _CHUNK = 1 << 22
 

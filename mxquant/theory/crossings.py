@@ -10,7 +10,7 @@ import numpy as np
 from scipy.optimize import brentq
 
 from mxquant.errors import TheoryError
-from mxquant.formats import QuantScheme
+from mxquant.schemes.formats import QuantScheme
 from mxquant.theory.expected import check_sigma, error, total_error
 from mxquant.theory.levels import is_sampled
 

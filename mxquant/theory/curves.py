@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mxquant.formats import QuantScheme
+from mxquant.schemes.formats import QuantScheme
 from mxquant.theory.expected import error, total_error
 from mxquant.theory.parts import ErrorParts
 

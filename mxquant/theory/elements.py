@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from mxquant.errors import TheoryError
-from mxquant.formats import ELEMENTS, ElementFormat
+from mxquant.schemes.formats import ELEMENTS, ElementFormat
 from mxquant.theory.distributions import Distribution
 
 METRICS = ("squared", "absolute")

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from mxquant.errors import TheoryError
-from mxquant.formats import QuantScheme
+from mxquant.schemes.formats import QuantScheme
 from mxquant.theory.distributions import Distribution, maximum_quantiles
 from mxquant.theory.distributions import distribution as distribution_of
 from mxquant.theory.integrals import integrated_error, integrated_total
@@ -88,7 +88,7 @@ def check_sigma(sigma: float) -> None:
 def _global_scale(
     scheme: QuantScheme, sigma: float, of: Distribution, given: float | None, tensor_elements: int
 ) -> float | None:
-    """What block scales are divided by, None without a global scale; as :func:`mxquant.scaling.global_scale_for`."""
+    """What block scales are divided by, None without a global scale; as :func:`.global_scale_for`."""
     if not scheme.global_scale:
         if given is not None:
             raise TheoryError(f"{scheme.text} has no global scale, but one was given")

@@ -20,7 +20,7 @@ import math
 
 import numpy as np
 
-from mxquant.formats import QuantScheme
+from mxquant.schemes.formats import QuantScheme
 from mxquant.theory.distributions import Distribution, maximum_quantiles
 from mxquant.theory.elements import ElementError, element_error
 from mxquant.theory.levels import Levels, scale_levels

@@ -1,6 +1,6 @@
 """Which block scale a block gets, as a table: intervals of ``amax`` and the scale of each.
 
-This covers the scale rules that look at ``amax`` alone, with the formulas of :mod:`mxquant.scaling`.
+This covers the scale rules that look at ``amax`` alone, with the formulas of :mod:`mxquant.codec.scaling`.
 The boundaries are exact; which side a boundary itself belongs to has no weight.
 """
 
@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from mxquant.formats import ElementFormat, QuantScheme, ScaleFormat
+from mxquant.schemes.formats import ElementFormat, QuantScheme, ScaleFormat
 
 # Rules that choose by the whole block: no function of amax.
 WHOLE_BLOCK_RULES = ("search", "four-over-six")

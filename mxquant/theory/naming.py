@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from mxquant.formats import SCALES, QuantScheme
+from mxquant.schemes.formats import SCALES, QuantScheme
 
 
 def scheme_of(

@@ -9,9 +9,9 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from mxquant.formats import QuantScheme
-from mxquant.numerics import effective_scale
-from mxquant.ops import quantize
+from mxquant.codec.numerics import effective_scale
+from mxquant.ops.operators import quantize
+from mxquant.schemes.formats import QuantScheme
 from mxquant.theory.distributions import Distribution, maximum_quantiles
 from mxquant.theory.elements import check_metric
 from mxquant.theory.parts import ErrorParts

@@ -14,7 +14,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from mxquant.errors import CheckpointError, SchemeError
-from mxquant.modules import QuantLinear
+from mxquant.nn.quant_linear import QuantLinear
 from mxquant.training.linear import FP4Conv1D, FP4Linear
 from mxquant.training.noise import Noise
 from mxquant.training.recipes import LinearFormats, TrainingRecipe

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from mxquant.formats import QuantScheme
+from mxquant.schemes.formats import QuantScheme
 from mxquant.training.conversion import choose
 from mxquant.training.recipes import LinearFormats, TrainingRecipe
 from mxquant.transformers.architectures import inventory

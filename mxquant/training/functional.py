@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from mxquant.formats import QuantScheme
-from mxquant.rng import derive_key
+from mxquant.codec.rng import derive_key
+from mxquant.schemes.formats import QuantScheme
 from mxquant.training.monitor import ROTATED
 from mxquant.training.operands import Parts, decode, encode
 from mxquant.training.recipes import HADAMARD_POINTS, LinearFormats

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from mxquant import blocks as B
-from mxquant.numerics import effective_scale
-from mxquant.qtensor import QTensor
+from mxquant.codec import blocks as B
+from mxquant.codec.numerics import effective_scale
+from mxquant.codec.qtensor import QTensor
 from mxquant.training.recipes import ROLES
 
 # Ends the name of an operand that a Hadamard transform has turned into other numbers.

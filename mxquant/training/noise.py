@@ -1,6 +1,6 @@
 """Where stochastic rounding's noise comes from: a key for each seed, pass, rank, layer and operand.
 
-The key chooses the bits of every element (:mod:`mxquant.rng`), so that noise is a function of these and
+The key chooses the bits of every element (:mod:`mxquant.codec.rng`), so that noise is a function of these and
 of the element's index, and of nothing that was drawn before. A *pass* is one forward of the whole model
 in training, with the backward that belongs to it: a micro-step of gradient accumulation. Recomputing
 part of a forward, as gradient checkpointing does, is no new pass and draws the same noise.

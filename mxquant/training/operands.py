@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import torch
 
-from mxquant import ops
+from mxquant.codec.numerics import scale_dtype
+from mxquant.codec.qtensor import QTensor
 from mxquant.errors import WeightError
-from mxquant.formats import QuantScheme, scheme_from_spec
-from mxquant.numerics import scale_dtype
-from mxquant.qtensor import QTensor
+from mxquant.ops import operators as ops
+from mxquant.schemes.formats import QuantScheme, scheme_from_spec
 from mxquant.training import monitor
 from mxquant.training.noise import noise_name
 

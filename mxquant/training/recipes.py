@@ -50,7 +50,7 @@ from pathlib import Path
 from typing import Any
 
 from mxquant.errors import SchemeError
-from mxquant.formats import QuantScheme, parse_block
+from mxquant.schemes.formats import QuantScheme, parse_block
 
 HIGH = "high"
 # The products in which each role takes part.

@@ -18,7 +18,7 @@ def register() -> None:
         return  # its own imports have led here; it registers once it is whole
     from transformers.quantizers import auto
 
-    from mxquant.checkpoint.native import QUANT_METHOD
+    from mxquant.checkpoint.formats.native import QUANT_METHOD
     from mxquant.transformers.config import MXQuantConfig
     from mxquant.transformers.quantizer import MXQuantHfQuantizer
 

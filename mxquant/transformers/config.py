@@ -10,10 +10,10 @@ from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from mxquant.activations import NONE, SAME, ActivationScheme
-from mxquant.checkpoint.native import QUANT_METHOD, ModuleTable, parse_config
-from mxquant.formats import QuantScheme
-from mxquant.recipe import QuantRecipe
+from mxquant.checkpoint.formats.native import QUANT_METHOD, ModuleTable, parse_config
+from mxquant.schemes.activations import NONE, SAME, ActivationScheme
+from mxquant.schemes.formats import QuantScheme
+from mxquant.schemes.recipe import QuantRecipe
 
 _SCHEME_FIELDS = tuple(QuantScheme.__dataclass_fields__)
 _FILE_FIELDS = ("format_version", "mxquant_version", "schemes", "modules", "kv_cache")
@@ -39,7 +39,7 @@ class MXQuantConfig(QuantizationConfigMixin):
         the layer's weight), a scheme such as ``"e4m3+token/16"`` (:class:`mxquant.ActivationScheme`), or None.
     kv_cache : a scheme for keys and values, or None.
     format_version, mxquant_version, schemes, modules : what a quantized checkpoint says of itself,
-        see :mod:`mxquant.checkpoint.native`; not for callers.
+        see :mod:`mxquant.checkpoint.formats.native`; not for callers.
     compressed_tensors : the configuration of a compressed-tensors checkpoint whose weights are to
         stay packed; set by :func:`mxquant.load`.
 

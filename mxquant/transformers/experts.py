@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mxquant.activations import ActivationScheme
-from mxquant.checkpoint.native import ModuleEntry
-from mxquant.grouped import grouped_linear
-from mxquant.modules import restore_encodings
-from mxquant.numerics import scale_dtype
-from mxquant.ops import QTensor, quantize_activations
+from mxquant.checkpoint.formats.native import ModuleEntry
+from mxquant.codec.numerics import scale_dtype
+from mxquant.nn.quant_linear import restore_encodings
+from mxquant.ops.grouped import grouped_linear
+from mxquant.ops.operators import QTensor, quantize_activations
+from mxquant.schemes.activations import ActivationScheme
 from mxquant.transformers.mixtures import matrices, takes_all_tokens
 
 

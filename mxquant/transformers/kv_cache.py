@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from mxquant.activations import ActivationScheme
 from mxquant.errors import SchemeError
-from mxquant.ops import quantize_activations
+from mxquant.ops.operators import quantize_activations
+from mxquant.schemes.activations import ActivationScheme
 
 # Registered name -> scheme of keys and values.
 _REGISTERED: dict[str, ActivationScheme] = {}

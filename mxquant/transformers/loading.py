@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from mxquant.checkpoint import compressed_tensors
-from mxquant.checkpoint.native import QUANT_METHOD, parse_config
+from mxquant.checkpoint.formats import compressed_tensors
+from mxquant.checkpoint.formats.native import QUANT_METHOD, parse_config
 from mxquant.checkpoint.reader import read_config, resolve_source
 from mxquant.errors import CheckpointError
 from mxquant.transformers import register

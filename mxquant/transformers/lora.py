@@ -16,7 +16,7 @@ from peft.tuners.lora import layer, model
 from torch import nn
 
 from mxquant.errors import AdapterError
-from mxquant.modules import QuantLinear
+from mxquant.nn.quant_linear import QuantLinear
 
 # Ways to begin that look at nothing but the adapter's own matrices.
 _INITS = (True, False, "gaussian", "eva")

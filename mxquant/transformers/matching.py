@@ -18,12 +18,12 @@ from torch import nn
 
 from mxquant.checkpoint import pytorch
 from mxquant.checkpoint.damage import why_not_whole
-from mxquant.checkpoint.native import ModuleEntry, ModuleTable
+from mxquant.checkpoint.formats.native import ModuleEntry, ModuleTable
 from mxquant.checkpoint.writer import DTYPE_NAMES
+from mxquant.codec.numerics import scale_dtype
 from mxquant.errors import CheckpointError
-from mxquant.formats import QuantScheme
-from mxquant.modules import QuantLinear
-from mxquant.numerics import scale_dtype
+from mxquant.nn.quant_linear import QuantLinear
+from mxquant.schemes.formats import QuantScheme
 from mxquant.transformers.architectures import NameMapper, Parameter, inventory
 from mxquant.transformers.experts import pack_experts
 from mxquant.transformers.mixtures import Layout, Piece, Place, entry_of, layout, problems_of

@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import nn
 
-from mxquant.activations import ActivationScheme
-from mxquant.checkpoint.native import ModuleEntry
-from mxquant.formats import QuantScheme
+from mxquant.checkpoint.formats.native import ModuleEntry
+from mxquant.schemes.activations import ActivationScheme
+from mxquant.schemes.formats import QuantScheme
 
 _INTERFACE = ("is_transposed", "has_gate", "has_bias", "num_experts", "_apply_gate")
 # Llama 4's experts came before the interface, and see every token: those not meant for them as zeros.

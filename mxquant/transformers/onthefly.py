@@ -15,14 +15,14 @@ from safetensors import safe_open
 from torch import nn
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
-from mxquant.checkpoint.native import ModuleEntry, compact_names, name_regex
+from mxquant.checkpoint.formats.native import ModuleEntry, compact_names, name_regex
 from mxquant.checkpoint.pytorch import read_file
+from mxquant.codec.rounding import tensor_amax
+from mxquant.codec.scaling import global_scale_for
 from mxquant.errors import SchemeError
-from mxquant.formats import QuantScheme
-from mxquant.methods.rtn import tensor_amax
-from mxquant.ops import quantize
-from mxquant.recipe import QuantRecipe
-from mxquant.scaling import global_scale_for
+from mxquant.ops.operators import quantize
+from mxquant.schemes.formats import QuantScheme
+from mxquant.schemes.recipe import QuantRecipe
 from mxquant.transformers.architectures import NameMapper, Parameter, fused_group, inventory
 from mxquant.transformers.conversions import JoinExperts, UnlessPacked, feeds, like, merges
 from mxquant.transformers.matching import Headers, Packed, expert_parameters

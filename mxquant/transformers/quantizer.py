@@ -13,10 +13,10 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.quantizers.base import HfQuantizer
 
-from mxquant.checkpoint.native import ModuleEntry, build_config
+from mxquant.checkpoint.formats.native import ModuleEntry, build_config
+from mxquant.codec.numerics import scale_dtype
 from mxquant.errors import CheckpointError, MXQuantError
-from mxquant.modules import QuantLinear
-from mxquant.numerics import scale_dtype
+from mxquant.nn.quant_linear import QuantLinear
 from mxquant.transformers import register
 from mxquant.transformers.architectures import NameMapper
 from mxquant.transformers.config import MXQuantConfig

@@ -1,4 +1,4 @@
-// From block maxima to scale codes: the rules of mxquant/scaling.py, in the same fp32 operations.
+// From block maxima to scale codes: the rules of mxquant/codec/scaling.py, in the same fp32 operations.
 #pragma once
 #include "mxq.h"
 #include "numbers.h"

@@ -1,5 +1,5 @@
 // The scale of least squared error among a few, for many blocks at once: a block to a lane, so that
-// the sum over a block is a tree of whole vectors, in the order of mxquant.blocks.ordered_sum.
+// the sum over a block is a tree of whole vectors, in the order of mxquant.codec.blocks.ordered_sum.
 #pragma once
 #include "mxq.h"
 #include "numbers.h"

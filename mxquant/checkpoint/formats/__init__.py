@@ -1,0 +1,1 @@
+"""On-disk formats of packed weights, one file for each."""

@@ -1,0 +1,1 @@
+"""The arithmetic, in plain PyTorch: numbers, scales, blocks, packing, tensors, rounding."""

@@ -1,0 +1,1 @@
+"""From one checkpoint to another: plan, quantize, resume, dequantize, report."""

@@ -1,1 +1,0 @@
-"""How codes are chosen: pure tensor algorithms, one file a method."""

@@ -1,0 +1,1 @@
+"""Layers whose weights stay packed."""

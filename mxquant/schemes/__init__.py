@@ -1,0 +1,1 @@
+"""Number formats, schemes and recipes, as data; no torch."""
