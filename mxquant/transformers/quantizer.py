@@ -196,13 +196,13 @@ class MXQuantHfQuantizer(HfQuantizer):
     def _check_loaded(self, model: Any) -> None:
         """Raise ``CheckpointError`` unless every packed layer holds what its scheme says."""
         places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
-        offloaded = "disk" in places or len(places) > 1
+        elsewhere = "disk" in places or "meta" in places or len(places) > 1
         for name in (*self.packed.modules, *self.packed.experts):
             try:
                 device = _device(model, name)  # checks shapes, dtypes and devices
             except ValueError as error:
                 raise CheckpointError(f"{name} was not loaded as it was stored: {error}") from error
-            if device.type == "meta" and not offloaded:
+            if device.type == "meta" and not elsewhere:
                 raise CheckpointError(f"the weight of {name} was not loaded")
 
     def _restore_dtypes(self, model: Any) -> None:
