@@ -12,7 +12,6 @@ the cause. ``--write`` puts the table into docs/architectures.md. About 15 minut
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import sys
 import tempfile
@@ -111,8 +110,8 @@ def table(rows: Iterable[Row]) -> str:
     rows = list(rows)
     counts = {s: sum(r.status == s for r in rows) for s in ("equal", "differs", "refused", "not built")}
     lines = [
-        f"{counts['equal'] + counts['differs'] + counts['refused']} of {len(rows)} types could be built tiny with random "
-        f"weights (transformers {transformers.__version__}): {counts['equal']} load with equal logits in all three formats, "
+        f"{len(rows) - counts['not built']} of {len(rows)} types could be built tiny with random weights (transformers "
+        f"{transformers.__version__}): {counts['equal']} load with equal logits in all three formats, "
         f"{counts['refused']} are refused before work, {counts['differs']} differ. C: compressed-tensors, read by "
         "transformers alone; M: mxquant's own format.",
         "",

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mxquant.codec.amax import tensor_amax
 from mxquant.codec.parallel import Workers
 from mxquant.codec.qtensor import QTensor
-from mxquant.codec.rounding import QuantStats, RowQuantizer, check_weight, tensor_amax
+from mxquant.codec.rounding import QuantStats, RowQuantizer, check_weight
 from mxquant.codec.scaling import global_scale_for
 from mxquant.errors import MXQuantError
 from mxquant.evals.inplace import LinearWeight, RememberingVariant, Variant

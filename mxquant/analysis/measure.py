@@ -13,9 +13,10 @@ import mxquant.ops.operators  # noqa: F401  (brings the kernels)
 from mxquant.analysis.sensitivity import Sensitivity
 from mxquant.analysis.statistics import WeightStats
 from mxquant.checkpoint.reader import Checkpoint
+from mxquant.codec.amax import tensor_amax
 from mxquant.codec.parallel import Workers
 from mxquant.codec.qtensor import CHUNK_ELEMENTS, QTensor
-from mxquant.codec.rounding import QuantStats, RowQuantizer, check_weight, tensor_amax
+from mxquant.codec.rounding import QuantStats, RowQuantizer, check_weight
 from mxquant.codec.scaling import global_scale_for
 from mxquant.convert.tensor_plan import TensorPlan
 from mxquant.errors import SchemeError

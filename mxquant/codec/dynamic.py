@@ -11,9 +11,10 @@ from collections.abc import Callable
 import torch
 
 from mxquant.codec import blocks as B
+from mxquant.codec.amax import tensor_amax
 from mxquant.codec.numerics import effective_scale, nearest_values
 from mxquant.codec.qtensor import CHUNK_ELEMENTS, QTensor
-from mxquant.codec.rounding import quantize_tensor, tensor_amax
+from mxquant.codec.rounding import quantize_tensor
 from mxquant.codec.scaling import block_scales, global_scales
 from mxquant.schemes.formats import QuantScheme
 

@@ -10,6 +10,7 @@ from types import ModuleType
 import torch
 
 from mxquant.codec import blocks as B
+from mxquant.codec.amax import tensor_amax
 from mxquant.codec.numerics import (
     effective_scale,
     magnitude_codes,
@@ -66,6 +67,11 @@ class QuantStats:
     def relative_error(self) -> float:
         """Root of squared error over squared norm."""
         return math.sqrt(self.error / self.signal) if self.signal else 0.0
+
+    @property
+    def zero_share(self) -> float:
+        """The share of blocks whose scale is zero, though they are not."""
+        return self.zero_scales / self.blocks if self.blocks else 0.0
 
     @property
     def sqnr_db(self) -> float:
@@ -185,13 +191,6 @@ class RowQuantizer:
         if result is None:
             raise _non_finite(x, start, self._name)
         return RowChunk(start, stop, *result)
-
-
-def tensor_amax(weight: torch.Tensor) -> torch.Tensor:
-    """Largest magnitude of a tensor as a 0-dim fp32 tensor; NaN if it holds one."""
-    # Two reductions over the weight as it is beat one over an fp32 copy of its magnitudes.
-    low, high = torch.aminmax(weight)
-    return torch.maximum(-low, high).to(torch.float32)
 
 
 def check_weight(weight: torch.Tensor, name: str) -> None:

@@ -24,8 +24,9 @@ from mxquant.checkpoint.formats import compressed_tensors
 from mxquant.checkpoint.layout import FLOAT_DTYPES, INDEX_NAME, REPORT_NAME
 from mxquant.checkpoint.reader import Checkpoint
 from mxquant.checkpoint.writer import ShardWriter, index_json, shard_names
+from mxquant.codec.amax import group_amax, tensor_amax
 from mxquant.codec.parallel import Workers
-from mxquant.codec.rounding import QuantStats, RowChunk, RowQuantizer, check_finite, check_weight, tensor_amax
+from mxquant.codec.rounding import QuantStats, RowChunk, RowQuantizer, check_finite, check_weight
 from mxquant.codec.scaling import global_scale_for
 from mxquant.convert.card.files import write_card
 from mxquant.convert.manifest import Manifest, identify
@@ -34,7 +35,7 @@ from mxquant.convert.open_source import open_source
 from mxquant.convert.output import carry_side_files, check_disk_space, check_output, copy_tensor, open_shard
 from mxquant.convert.plan import QuantPlan, make_plan
 from mxquant.convert.report import QuantReport
-from mxquant.convert.scan import small_scale_warnings
+from mxquant.convert.scan import fit_warnings
 from mxquant.convert.tensor_plan import TensorPlan
 from mxquant.convert.work_folder import work_folder
 from mxquant.schemes.formats import QuantScheme
@@ -125,7 +126,7 @@ def plan_model(
         allow_dense=allow_dense,
         trust_remote_code=trust_remote_code,
     )
-    plan.warnings += [*checkpoint.warnings, *small_scale_warnings(checkpoint, plan)]
+    plan.warnings += [*checkpoint.warnings, *fit_warnings(checkpoint, plan)]
     return checkpoint, plan
 
 
@@ -185,7 +186,7 @@ def _build(checkpoint: Checkpoint, run: _Run, manifest: Manifest, folder: Path, 
         carry_side_files(checkpoint, folder)
         report.stats = {t.name: run.stats[t.name] for t in plan.quantized}
         data = report.to_file()
-        (folder / REPORT_NAME).write_text(json.dumps(data, indent=2) + "\n")
+        (folder / REPORT_NAME).write_text(json.dumps(data, indent=2, allow_nan=False) + "\n")
         write_card(folder, data)
         config = {**checkpoint.config, **plan.config_changes, "quantization_config": plan.quantization_config}
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -304,8 +305,7 @@ class _Run:
             return tensor_amax(weight)
         key = (t.group, index)
         if key not in self._group_amax:
-            members = [m.read_matrix(self._checkpoint, index) for m in self._groups[t.group]]
-            self._group_amax[key] = torch.stack([tensor_amax(m) for m in members]).amax()
+            self._group_amax[key] = group_amax(m.read_matrix(self._checkpoint, index) for m in self._groups[t.group])
         return self._group_amax[key]
 
 

@@ -15,7 +15,8 @@ import mxquant.ops.operators  # noqa: F401  (brings the kernels)
 from mxquant.checkpoint.formats import compressed_tensors, gpt_oss, native
 from mxquant.checkpoint.layout import FLOAT_DTYPES, REPORT_NAME
 from mxquant.checkpoint.reader import Checkpoint
-from mxquant.codec.rounding import quantize_tensor, tensor_amax
+from mxquant.codec.amax import group_amax
+from mxquant.codec.rounding import quantize_tensor
 from mxquant.codec.scaling import global_scale_for
 from mxquant.convert import open_source as sources
 from mxquant.errors import CheckpointError, WeightError
@@ -232,7 +233,7 @@ class SourceComparison:
     def _group_amax(self, weight: PackedWeight, index: int) -> torch.Tensor:
         """The largest magnitude that sets the global scale: of the weight and all that engines fuse with it."""
         members = [w for w in self._groups[weight.name] if w.name in self._source.tensors and index < w.matrices]
-        return torch.stack([tensor_amax(self._read(w, index)) for w in members]).amax()
+        return group_amax(self._read(w, index) for w in members)
 
 
 def _squares(matrix: Matrix, x: torch.Tensor) -> tuple[float, float]:

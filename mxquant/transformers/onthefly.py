@@ -17,7 +17,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from mxquant.checkpoint.formats.native import ModuleEntry, compact_names, name_regex
 from mxquant.checkpoint.pytorch import read_file
-from mxquant.codec.rounding import tensor_amax
+from mxquant.codec.amax import group_amax, tensor_amax
 from mxquant.codec.scaling import global_scale_for
 from mxquant.errors import SchemeError
 from mxquant.ops.operators import quantize
@@ -275,7 +275,7 @@ def quantize_experts(
     for matrices in zip(*parts, strict=True):
         shared = None
         if entry.scheme.global_scale:
-            shared = global_scale_for(torch.stack([tensor_amax(read()) for _, read in matrices]).amax(), entry.scheme)
+            shared = global_scale_for(group_amax(read() for _, read in matrices), entry.scheme)
         quantized = []
         for name, read in matrices:
             matrix = read().t() if entry.transposed else read()

@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mxquant
+from mxquant.codec.amax import tensor_amax
 from mxquant.codec.numerics import element_table, scale_table
 from mxquant.codec.packing import pack, unpack
 from mxquant.codec.qtensor import QTensor, dequantize_parts
 from mxquant.codec.rng import derive_key, random_bits24
-from mxquant.codec.rounding import QuantStats, RowQuantizer, quantize_chunks, quantize_tensor, tensor_amax
+from mxquant.codec.rounding import QuantStats, RowQuantizer, quantize_chunks, quantize_tensor
 from mxquant.codec.scaling import global_scale_for
 from mxquant.errors import WeightError
 from mxquant.schemes.formats import ELEMENTS, PRESETS, SCALES, QuantScheme
