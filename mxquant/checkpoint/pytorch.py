@@ -18,7 +18,8 @@ import torch
 
 from mxquant.checkpoint.damage import why_not_whole
 from mxquant.checkpoint.layout import ITEM_SIZES
-from mxquant.checkpoint.reader import PYTORCH_FILES, Checkpoint, TensorInfo
+from mxquant.checkpoint.headers import TensorInfo
+from mxquant.checkpoint.reader import PYTORCH_FILES, Checkpoint
 from mxquant.errors import CheckpointError
 
 INDEX_NAME = "pytorch_model.bin.index.json"

@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 
 from mxquant.checkpoint import pytorch
-from mxquant.checkpoint.formats.gpt_oss import GptOssCheckpoint, is_gpt_oss
+from mxquant.checkpoint.formats import registry
+from mxquant.checkpoint.formats.gpt_oss import GptOssCheckpoint
 from mxquant.checkpoint.layout import INDEX_NAME, SINGLE_NAME
 from mxquant.checkpoint.reader import Checkpoint, read_config, resolve_source
 from mxquant.errors import CheckpointError
@@ -31,7 +32,8 @@ def open_source(source: str | Path, *, revision: str | None = None) -> Checkpoin
             return pytorch.PytorchCheckpoint(folder)
         if not any(folder.glob(Checkpoint.pattern)):
             return _other_than_safetensors(folder)
-    return GptOssCheckpoint(folder) if is_gpt_oss(read_config(folder)) else Checkpoint(folder)
+    method = registry.method_of(read_config(folder), folder)
+    return GptOssCheckpoint(folder) if registry.knows(method) and registry.get(method).is_source else Checkpoint(folder)
 
 
 def _has(folder: Path, *names: str) -> bool:

@@ -13,7 +13,8 @@ import torch
 from mxquant.checkpoint.formats import compressed_tensors, native
 from mxquant.checkpoint.formats.gpt_oss import GptOssCheckpoint
 from mxquant.checkpoint.layout import FLOAT_DTYPES, OutputTensor
-from mxquant.checkpoint.reader import Checkpoint, TensorInfo
+from mxquant.checkpoint.headers import TensorInfo
+from mxquant.checkpoint.reader import Checkpoint
 from mxquant.checkpoint.writer import DTYPE_NAMES, plan_shards
 from mxquant.codec.numerics import scale_dtype
 from mxquant.codec.qtensor import CHUNK_ELEMENTS

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mxquant.codec.packing import unpack
-from mxquant.inspection.packed import Matrix
+from mxquant.checkpoint.formats.matrix import Matrix
 from mxquant.schemes.formats import ElementFormat, ScaleFormat
 
 _CHUNK = 1 << 22

@@ -17,7 +17,7 @@ import mxquant
 from mxquant.cli.main import main
 from mxquant.inspection.faults import KINDS
 from mxquant.inspection.lint import lint
-from mxquant.inspection.packed import PackedWeight
+from mxquant.checkpoint.formats.base import PackedWeight
 from mxquant.inspection.source import sample
 from mxquant.inspection.verify import verify_checkpoint
 from mxquant.schemes.formats import QuantScheme

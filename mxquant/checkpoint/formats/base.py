@@ -1,0 +1,311 @@
+"""What the on-disk formats of packed weights have in common: :class:`PackedFormat` and what it says of a checkpoint.
+
+A format is one file of this folder and one line in :mod:`mxquant.checkpoint.formats.registry`. Nothing
+outside this folder knows what the tensors of a packed weight are called, or how they lie in the files.
+This module does not import torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mxquant.checkpoint.headers import Tensors
+from mxquant.checkpoint.layout import OutputTensor
+from mxquant.errors import CheckpointError
+from mxquant.schemes.activations import ActivationScheme
+from mxquant.schemes.formats import QuantScheme
+
+if TYPE_CHECKING:
+    import torch
+
+    from mxquant.checkpoint.formats.matrix import Matrix
+    from mxquant.checkpoint.reader import Checkpoint
+    from mxquant.codec.qtensor import QTensor
+
+# The tensors of a packed weight by what they are.
+PACKED, SCALE, GLOBAL_SCALE = "packed", "scale", "global_scale"
+# Of layers whose inputs, keys or values are quantized with a scale from calibration; no part of a weight.
+ACTIVATION_SCALES = r"\.(input|output|q|k|v)_(global_)?scale(_2)?$"
+
+
+class UnknownFormatError(CheckpointError):
+    """A quantization that is not known here: the checkpoint may well be right."""
+
+
+@dataclass(frozen=True)
+class Part(OutputTensor):
+    """One tensor of a packed weight in the files. ``also``: other shapes that it may have."""
+
+    also: tuple[tuple[int, ...], ...] = ()
+
+    def problem(self, tensors: Tensors) -> tuple[str, str] | None:
+        """What is wrong with it among ``tensors``: ``missing`` or ``shapes``, and a sentence."""
+        info = tensors.get(self.name)
+        if info is None:
+            return "missing", f"tensor {self.name} is missing"
+        if info.dtype == self.dtype and info.shape in (self.shape, *self.also):
+            return None
+        want = " or ".join(str(list(shape)) for shape in (self.shape, *self.also))
+        return "shapes", f"{self.name} is {info.dtype} {list(info.shape)}; it must be {self.dtype} {want}"
+
+
+class PackedFormat:
+    """One on-disk format of packed weights.
+
+    Attributes
+    ----------
+    method : ``quant_method`` in the config of its checkpoints.
+    suffixes : what follows the dense tensor's name in the name of each part, by role.
+    side_file : a file beside ``config.json`` that describes the quantization; None if there is none.
+    readers : engines that read its checkpoints without us.
+    multiplies : whether a stored global scale is a factor of the block scales, not their divisor.
+    says_rules : whether its config says how scales were chosen and elements rounded.
+    is_source : whether its checkpoints are quantized anew as if they were dense, because the model is
+        published in no other form.
+    """
+
+    method: str = "none"
+    suffixes: Mapping[str, str] = {PACKED: "", SCALE: "_scale", GLOBAL_SCALE: "_global_scale"}
+    side_file: str | None = None
+    readers: tuple[str, ...] = ()
+    multiplies: bool = False
+    says_rules: bool = False
+    is_source: bool = False
+
+    # What a checkpoint holds
+
+    def describe(self, folder: Path) -> dict[str, Any] | None:
+        """What :attr:`side_file` says of the quantization; None without it. Raises ``CheckpointError``."""
+        return None
+
+    def read(self, config: dict[str, Any], tensors: Tensors, prefix: str = "") -> Layout:
+        """The packed weights among ``tensors``, by the ``quantization_config``.
+
+        ``prefix``: of the base model, which names in the files may have or lack where the config has
+        it. Raises ``UnknownFormatError`` for a variant that is not known here, ``CheckpointError`` for
+        a config that cannot be read or tensors that cannot be what their names say.
+        """
+        raise NotImplementedError
+
+    def weight(
+        self, name: str, scheme: QuantScheme, shape: tuple[int, int], *, experts: int | None = None, **more: Any
+    ) -> PackedWeight:
+        """The packed weight that stands for the dense tensor ``name``, with the parts that the files must hold.
+
+        ``shape``: ``(out, in)`` of one matrix; ``more``: ``transposed`` and ``activations``.
+        """
+        from mxquant.checkpoint.writer import DTYPE_NAMES
+        from mxquant.codec.numerics import scale_dtype
+
+        stack = () if experts is None else (experts,)
+        kind = DTYPE_NAMES[scale_dtype(scheme.scale_format)]
+        parts = {
+            PACKED: self.part(name, PACKED, "U8", (*stack, *scheme.packed_shape(shape))),
+            SCALE: self.part(name, SCALE, kind, (*stack, *scheme.scale_shape(shape))),
+        }
+        if scheme.global_scale:
+            one, also = ((1,), ((),)) if experts is None else (stack, ((*stack, 1),))
+            parts[GLOBAL_SCALE] = self.part(name, GLOBAL_SCALE, "F32", one, also)
+        return PackedWeight(name, scheme, shape, parts, experts, format=self, **more)
+
+    def part(
+        self, name: str, role: str, dtype: str, shape: tuple[int, ...], also: tuple[tuple[int, ...], ...] = ()
+    ) -> Part:
+        return Part(f"{name}{self.suffixes[role]}", dtype, shape, also)
+
+    # From stored tensors to numbers
+
+    def convert(self, role: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A stored tensor with its bits where the codec has them. A format that changes any says so in
+        :attr:`converts`."""
+        return tensor
+
+    converts: tuple[str, ...] = ()
+
+    def qtensor(self, matrix: Matrix) -> QTensor:
+        """One matrix as the codec knows it: the global scale divides."""
+        from mxquant.codec.qtensor import QTensor
+
+        return QTensor(matrix.packed, matrix.scale, matrix.global_scale, matrix.weight.shape, matrix.weight.scheme)
+
+    def why_not_dense(self, config: dict[str, Any]) -> str | None:
+        """Why decoded weights are not those of a dense model, if they are not."""
+        return None
+
+    def why_not_packed(self, config: dict[str, Any]) -> str | None:
+        """Why :func:`mxquant.load` cannot keep the weights packed, if it cannot; transformers then loads them."""
+        return f"packed weights of {self.method} are loaded by transformers alone"
+
+    # Writing
+
+    def why_not(self, weight: PackedWeight) -> str | None:
+        """Why the format cannot hold a weight, if it cannot."""
+        return f"mxquant does not write {self.method}"
+
+    def stored_scale(self, scale: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
+        """Block scales as the format's own writer stores them."""
+        return scale
+
+    def config_block(
+        self,
+        weights: Iterable[PackedWeight],
+        *,
+        names: Iterable[str],
+        dense: Iterable[str],
+        kv_cache: ActivationScheme | None = None,
+    ) -> dict[str, Any]:
+        """The ``quantization_config`` of a checkpoint with ``weights``.
+
+        ``names``: of all tensors, by module where it is a module's weight; ``dense``: entries of the
+        list of layers that are not packed.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A packed weight: what it stands for and which tensors hold it.
+
+    Attributes
+    ----------
+    name : the dense tensor that it stands for, as a dense checkpoint would call it.
+    scheme : its number format. Files of others do not say how scales were chosen.
+    shape : ``(out_features, in_features)`` of one matrix.
+    parts : the tensors by role: ``packed``, ``scale`` and perhaps ``global_scale``.
+    experts : how many matrices are stacked; None for one alone.
+    transposed : the dense tensor is ``[..., in, out]``.
+    activations : what the layer's inputs are quantized to as it runs.
+    format : the on-disk format.
+    """
+
+    name: str
+    scheme: QuantScheme
+    shape: tuple[int, int]
+    parts: dict[str, Part]
+    experts: int | None = None
+    transposed: bool = False
+    activations: ActivationScheme | None = None
+    format: PackedFormat = field(default_factory=PackedFormat)
+
+    @property
+    def module(self) -> str:
+        return self.name.removesuffix(".weight")
+
+    @property
+    def matrices(self) -> int:
+        return 1 if self.experts is None else self.experts
+
+    @property
+    def parameters(self) -> int:
+        return prod(self.shape) * self.matrices
+
+    @property
+    def multiplied(self) -> bool:
+        """Whether the stored global scale is a factor of the block scales, not their divisor."""
+        return self.format.multiplies
+
+    @property
+    def dense_shape(self) -> tuple[int, ...]:
+        """The shape of the dense tensor."""
+        matrix = self.shape[::-1] if self.transposed else self.shape
+        return matrix if self.experts is None else (self.experts, *matrix)
+
+    def problems(self, tensors: Tensors) -> list[tuple[str, str]]:
+        """What of its parts is ``missing`` among the tensors of the files, or of other ``shapes``: a sentence each."""
+        return [found for part in self.parts.values() if (found := part.problem(tensors)) is not None]
+
+    def read(self, checkpoint: Checkpoint) -> Iterator[Matrix]:
+        """Its matrices, as views of the mapped files. Raises ``CheckpointError`` where :meth:`problems` finds any."""
+        from mxquant.checkpoint.formats.matrix import Matrix
+
+        problems = self.problems(checkpoint.tensors)
+        if problems:
+            raise CheckpointError(problems[0][1])
+        found = {role: self.format.convert(role, checkpoint.read(part.name)) for role, part in self.parts.items()}
+        packed = found[PACKED].reshape(self.matrices, *self.scheme.packed_shape(self.shape))
+        scale = found[SCALE].reshape(self.matrices, *self.scheme.scale_shape(self.shape))
+        one = found[GLOBAL_SCALE].reshape(self.matrices) if GLOBAL_SCALE in found else None
+        for i in range(self.matrices):
+            yield Matrix(self, packed[i], scale[i], None if one is None else one[i : i + 1])
+
+
+@dataclass
+class Layout:
+    """The packed weights of a checkpoint.
+
+    Attributes
+    ----------
+    format : None for a dense checkpoint.
+    weights : in file order.
+    activation_scales : tensors that only quantized inputs need.
+    unlisted : tensors that look packed, or like scales, and belong to no weight.
+    unmatched : entries of the config that no tensor matches.
+    stale : names that the config keeps dense and the files do not hold; harmless.
+    must_be_packed : whether the config says so of a linear layer; None where it lists what is packed.
+    must_be_dense : whether the config says so of a module.
+    lists : whether the config lists a dense tensor by its name, or a pattern, as one that is packed.
+    """
+
+    format: PackedFormat | None
+    weights: list[PackedWeight] = field(default_factory=list)
+    activation_scales: list[str] = field(default_factory=list)
+    unlisted: list[str] = field(default_factory=list)
+    unmatched: list[str] = field(default_factory=list)
+    stale: list[str] = field(default_factory=list)
+    must_be_packed: Callable[[str], bool] | None = None
+    must_be_dense: Callable[[str], bool] = lambda module: False
+    lists: Callable[[str], bool] = lambda name: False
+
+    @property
+    def method(self) -> str | None:
+        """``quant_method`` of the config; None for a dense checkpoint."""
+        return None if self.format is None else self.format.method
+
+    @property
+    def part_names(self) -> set[str]:
+        return {part.name for w in self.weights for part in w.parts.values()}
+
+
+def weights_of(
+    format: PackedFormat, tensors: Tensors, scheme_of: Callable[[str], QuantScheme | None]
+) -> Iterator[PackedWeight]:
+    """Weights whose shape is that of their packed tensor, ``[out, in/2]`` or ``[experts, out, in/2]`` of 4-bit codes.
+
+    ``scheme_of``: module name -> scheme; None for a tensor that the config does not list.
+    """
+    suffix = f".weight{format.suffixes[PACKED]}"
+    for info in tensors.values():
+        module = info.name.removesuffix(suffix)
+        if module == info.name or (suffix == ".weight" and info.dtype != "U8"):
+            continue
+        scheme = scheme_of(module)
+        if scheme is None:
+            continue
+        if len(info.shape) not in (2, 3):
+            raise CheckpointError(f"{info.name} ({info.dtype} {list(info.shape)}) is not a packed matrix")
+        *stack, rows, row_bytes = info.shape
+        yield format.weight(f"{module}.weight", scheme, (rows, 2 * row_bytes), experts=stack[0] if stack else None)
+
+
+def named_by_globs(module: str, names: Iterable[str]) -> bool:
+    """Whether shell patterns name a module."""
+    return any(fnmatch(module, name) for name in names)
+
+
+def read_side_file(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file beside the config; None if there is no such file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path.name}: not a description of a quantization ({error!r})") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path.name}: not a description of a quantization (a {type(found).__name__})")
+    return found
