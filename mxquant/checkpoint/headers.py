@@ -1,4 +1,4 @@
-"""The headers of safetensors files: names, dtypes, shapes and places of tensors, checked against the size of the file."""
+"""The headers of safetensors files: dtypes and shapes of tensors by name, checked against the size of the file."""
 
 from __future__ import annotations
 

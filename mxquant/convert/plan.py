@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from mxquant.checkpoint.formats import compressed_tensors, native
+from mxquant.checkpoint.formats import compressed_tensors, native, registry
+from mxquant.checkpoint.formats.base import PackedWeight
 from mxquant.checkpoint.formats.gpt_oss import GptOssCheckpoint
-from mxquant.checkpoint.layout import FLOAT_DTYPES, OutputTensor
 from mxquant.checkpoint.headers import TensorInfo
+from mxquant.checkpoint.layout import FLOAT_DTYPES, OutputTensor
 from mxquant.checkpoint.reader import Checkpoint
-from mxquant.checkpoint.writer import DTYPE_NAMES, plan_shards
-from mxquant.codec.numerics import scale_dtype
+from mxquant.checkpoint.writer import plan_shards
 from mxquant.codec.qtensor import CHUNK_ELEMENTS
 from mxquant.convert.tensor_plan import TensorPlan
 from mxquant.errors import CheckpointError, PlanError
@@ -205,17 +205,11 @@ def _stored_twice(checkpoint: Checkpoint, parameters: dict[str, Parameter], mapp
 
 def check_not_quantized(checkpoint: Checkpoint) -> None:
     """Raise ``CheckpointError`` if the source is quantized already, unless it is read as a dense one."""
-    config = checkpoint.config
-    nested = config.get("text_config")
-    nested = nested if isinstance(nested, dict) else {}
-    found = config.get("quantization_config") or nested.get("quantization_config")
-    method = (found or {}).get("quant_method", "unknown method") if found else None
-    if method is None and (checkpoint.folder / "hf_quant_config.json").exists():
-        method = "modelopt"
+    method = registry.method_of(checkpoint.config, checkpoint.folder)
     if method and not isinstance(checkpoint, GptOssCheckpoint):
+        way_out = "" if registry.why_not_decoded(checkpoint) else ", or make one with `mxquant dequantize`"
         raise CheckpointError(
-            f"{checkpoint.folder} is already quantized ({method}); start from the dense model, "
-            "or make one with `mxquant dequantize`"
+            f"{checkpoint.folder} is already quantized ({method}); start from the dense model{way_out}"
         )
 
 
@@ -363,37 +357,24 @@ def _choose_format(quantized: list[TensorPlan], recipe: QuantRecipe, obstacle: s
 def _outputs(t: TensorPlan, on_disk: str) -> list[OutputTensor]:
     if t.scheme is None:
         return [OutputTensor(t.name, t.dtype, t.shape)]
-    entry = _entry(t, t.scheme)
-    if on_disk == native.QUANT_METHOD:
-        packed = OutputTensor(t.name, "U8", entry.stored_shape)
-    else:
-        packed = OutputTensor(f"{t.name}_packed", "U8", entry.packed_shape)
-    kind = DTYPE_NAMES[scale_dtype(t.scheme.scale_format)]
-    outputs = [packed, OutputTensor(f"{t.name}_scale", kind, entry.scale_shape)]
-    if t.scheme.global_scale:
-        outputs.append(OutputTensor(f"{t.name}_global_scale", "F32", entry.global_scale_shape))
-    return outputs
+    return list(_packed(t, t.scheme, on_disk).parts.values())
 
 
-def _entry(t: TensorPlan, scheme: QuantScheme, recipe: QuantRecipe | None = None) -> native.ModuleEntry:
+def _packed(t: TensorPlan, scheme: QuantScheme, on_disk: str, recipe: QuantRecipe | None = None) -> PackedWeight:
     activations = recipe.activations_for(scheme) if recipe else None
-    return native.ModuleEntry(_entry_name(t), scheme, t.matrix, t.transposed, activations, t.experts)
-
-
-def _entry_name(t: TensorPlan) -> str:
-    return t.module if t.experts is None else t.name
+    more = {"transposed": t.transposed, "activations": activations}
+    return registry.get(on_disk).weight(t.name, scheme, t.matrix, experts=t.experts, **more)
 
 
 def _quantization_config(
     tensors: list[TensorPlan], on_disk: str, recipe: QuantRecipe, mapper: NameMapper
 ) -> dict[str, Any]:
-    quantized = [t for t in tensors if t.scheme]
-    if on_disk == native.QUANT_METHOD:
-        entries = [_entry(t, t.scheme, recipe) for t in quantized if t.scheme]
-        return native.build_config(entries, [_entry_name(t) for t in tensors], recipe.kv_cache)
-    scheme = quantized[0].scheme
-    assert scheme is not None
-    return compressed_tensors.build_config(scheme, _dense_linears(tensors, mapper))
+    return registry.get(on_disk).config_block(
+        [_packed(t, t.scheme, on_disk, recipe) for t in tensors if t.scheme],
+        names=[t.module if t.experts is None else t.name for t in tensors],
+        dense=_dense_linears(tensors, mapper),
+        kv_cache=recipe.kv_cache,
+    )
 
 
 def _dense_linears(tensors: Iterable[TensorPlan], mapper: NameMapper) -> list[str]:

@@ -97,7 +97,5 @@ def _check(
     check_dense(checkpoint, others, found, advance)
     if source is not None:
         check_dense_tensors(checkpoint, layout, source, tied, found, advance)
-        compare = SourceComparison(
-            checkpoint, source, groups(layout.weights, model), everything=samples is None
-        )
+        compare = SourceComparison(checkpoint, source, groups(layout.weights, model), everything=samples is None)
         compare(compared, found, advance)

@@ -271,6 +271,15 @@ class Layout:
     def part_names(self) -> set[str]:
         return {part.name for w in self.weights for part in w.parts.values()}
 
+    def strays(self) -> list[str]:
+        """A sentence for each tensor of :attr:`unlisted`, packed ones first."""
+        suffix = "" if self.format is None else self.format.suffixes[PACKED]
+        packed = [name for name in self.unlisted if name.endswith((".weight", f".weight{suffix}"))]
+        others = [name for name in self.unlisted if name not in packed]
+        return [f"{name} is packed, but the quantization config does not list it" for name in packed] + [
+            f"{name} is a part of a packed weight that is not there" for name in others
+        ]
+
 
 def weights_of(
     format: PackedFormat, tensors: Tensors, scheme_of: Callable[[str], QuantScheme | None]

@@ -364,3 +364,6 @@ def _cover(members: list[str], others: set[str], position: int) -> list[str]:
         for value, names in values.items()
         for pattern in _cover(names, {o for o in others if o.split(".")[number] == value}, number + 1)
     ]
+
+
+FORMAT = NativeFormat()

@@ -1,4 +1,4 @@
-"""Quark's on-disk format of FP4: ``weight`` (uint8) and ``weight_scale`` (uint8), E8M0 or UE5M3, without a global scale."""
+"""Quark's on-disk format of FP4: ``weight`` (uint8) and ``weight_scale`` (uint8, E8M0 or UE5M3); no global scale."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from mxquant.checkpoint.formats.base import UnknownFormatError as UnknownFormatE
 from mxquant.checkpoint.formats.compressed_tensors import CompressedTensorsFormat
 from mxquant.checkpoint.formats.gpt_oss import GptOssFormat
 from mxquant.checkpoint.formats.modelopt import ModelOptFormat
-from mxquant.checkpoint.formats.native import NativeFormat
+from mxquant.checkpoint.formats.native import FORMAT as NATIVE
 from mxquant.checkpoint.formats.quark import QuarkFormat
 from mxquant.checkpoint.headers import TensorInfo, Tensors
 from mxquant.checkpoint.layout import FLOAT_DTYPES
@@ -19,7 +19,7 @@ from mxquant.checkpoint.reader import Checkpoint
 from mxquant.errors import CheckpointError
 
 _FORMATS: list[PackedFormat] = [
-    NativeFormat(),
+    NATIVE,
     CompressedTensorsFormat(),
     ModelOptFormat(),
     QuarkFormat(),
