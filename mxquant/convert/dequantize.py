@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+import mxquant.ops.operators  # noqa: F401  (QTensor.dequantize calls an operator)
 from mxquant.checkpoint.formats import registry
-from mxquant.checkpoint.formats.base import Layout, PackedWeight
+from mxquant.checkpoint.formats.base import Layout
+from mxquant.checkpoint.formats.packed import PackedWeight
 from mxquant.checkpoint.layout import INDEX_NAME, OutputTensor
 from mxquant.checkpoint.reader import Checkpoint, resolve_source
 from mxquant.checkpoint.writer import DTYPE_NAMES, ShardWriter, index_json, plan_shards, shard_names
@@ -93,9 +95,8 @@ def _outputs(checkpoint: Checkpoint, layout: Layout, dtype: torch.dtype) -> list
     """The tensors of the dense checkpoint; scales of inputs are of no use in it."""
     left_out = {*layout.part_names, *layout.activation_scales}
     dense = [OutputTensor(w.name, DTYPE_NAMES[dtype], w.dense_shape) for w in layout.weights]
-    return dense + [
-        OutputTensor(i.name, i.dtype, i.shape) for i in checkpoint.tensors.values() if i.name not in left_out
-    ]
+    others = [info for info in checkpoint.tensors.values() if info.name not in left_out]
+    return dense + [OutputTensor(info.name, info.dtype, info.shape) for info in others]
 
 
 def _write(weight: PackedWeight, checkpoint: Checkpoint, dtype: torch.dtype, writer: ShardWriter) -> None:

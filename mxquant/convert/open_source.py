@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import mxquant.ops.operators  # noqa: F401  (QTensor.dequantize calls an operator)
 from mxquant.checkpoint import pytorch
 from mxquant.checkpoint.formats import registry
 from mxquant.checkpoint.formats.gpt_oss import GptOssCheckpoint

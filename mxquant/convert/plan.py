@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from mxquant.checkpoint.formats import compressed_tensors, native, registry
-from mxquant.checkpoint.formats.base import PackedWeight
 from mxquant.checkpoint.formats.gpt_oss import GptOssCheckpoint
+from mxquant.checkpoint.formats.packed import PackedWeight
 from mxquant.checkpoint.headers import TensorInfo
 from mxquant.checkpoint.layout import FLOAT_DTYPES, OutputTensor
 from mxquant.checkpoint.reader import Checkpoint

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from mxquant.checkpoint.formats.base import Layout, PackedWeight
+from mxquant.checkpoint.formats.base import Layout
+from mxquant.checkpoint.formats.packed import PackedWeight
 from mxquant.checkpoint.reader import Checkpoint
 from mxquant.errors import MXQuantError
 from mxquant.inspection.faults import Verification

@@ -19,8 +19,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from mxquant.checkpoint.formats import registry
-from mxquant.checkpoint.formats.base import PackedWeight
 from mxquant.checkpoint.formats.native import with_wildcards
+from mxquant.checkpoint.formats.packed import PackedWeight
 from mxquant.transformers.architectures import fused_group
 
 _CUTLASS = 32

@@ -13,9 +13,9 @@ import torch
 
 import mxquant.ops.operators  # noqa: F401  (brings the kernels)
 from mxquant.checkpoint.formats import registry
-from mxquant.checkpoint.formats.base import Layout, PackedWeight
+from mxquant.checkpoint.formats.base import Layout
 from mxquant.checkpoint.formats.gpt_oss import GptOssCheckpoint
-from mxquant.checkpoint.formats.matrix import Matrix
+from mxquant.checkpoint.formats.packed import Matrix, PackedWeight
 from mxquant.checkpoint.layout import FLOAT_DTYPES, REPORT_NAME
 from mxquant.checkpoint.reader import Checkpoint
 from mxquant.codec.rounding import quantize_tensor, tensor_amax

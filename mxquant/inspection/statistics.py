@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mxquant.checkpoint.formats.matrix import Matrix
+from mxquant.checkpoint.formats.packed import Matrix
 from mxquant.codec.packing import unpack
 from mxquant.schemes.formats import ElementFormat, ScaleFormat
 

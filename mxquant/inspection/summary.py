@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from mxquant.checkpoint.formats import registry
-from mxquant.checkpoint.formats.base import Layout, PackedWeight
+from mxquant.checkpoint.formats.base import Layout
+from mxquant.checkpoint.formats.packed import PackedWeight
 from mxquant.checkpoint.headers import TensorInfo
 from mxquant.checkpoint.layout import FLOAT_DTYPES
 from mxquant.checkpoint.reader import Checkpoint, resolve_source

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from mxquant.checkpoint.formats.base import PackedWeight
-from mxquant.checkpoint.formats.matrix import Matrix
+from mxquant.checkpoint.formats.packed import Matrix, PackedWeight
 from mxquant.checkpoint.layout import FLOAT_DTYPES
 from mxquant.checkpoint.reader import Checkpoint
 from mxquant.codec import blocks

@@ -18,8 +18,8 @@ from torch import nn
 
 from mxquant.checkpoint import pytorch
 from mxquant.checkpoint.formats import native, registry
-from mxquant.checkpoint.formats.base import GLOBAL_SCALE, PACKED, SCALE, PackedWeight
 from mxquant.checkpoint.formats.native import ModuleEntry, entry_of
+from mxquant.checkpoint.formats.packed import GLOBAL_SCALE, PACKED, SCALE, PackedWeight
 from mxquant.checkpoint.headers import TensorInfo, Tensors
 from mxquant.checkpoint.reader import read_safetensors
 from mxquant.errors import CheckpointError

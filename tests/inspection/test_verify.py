@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 import mxquant
-from mxquant.checkpoint.formats.base import PackedWeight
+from mxquant.checkpoint.formats.packed import PackedWeight
 from mxquant.cli.main import main
 from mxquant.inspection.faults import KINDS
 from mxquant.inspection.lint import lint

@@ -11,25 +11,15 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
-from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from mxquant.checkpoint.formats.packed import GLOBAL_SCALE, PACKED, SCALE, Encoding, PackedWeight, Part
 from mxquant.checkpoint.headers import Tensors
-from mxquant.checkpoint.layout import OutputTensor
 from mxquant.errors import CheckpointError
 from mxquant.schemes.activations import ActivationScheme
 from mxquant.schemes.formats import QuantScheme
 
-if TYPE_CHECKING:
-    import torch
-
-    from mxquant.checkpoint.formats.matrix import Matrix
-    from mxquant.checkpoint.reader import Checkpoint
-    from mxquant.codec.qtensor import QTensor
-
-# The tensors of a packed weight by what they are.
-PACKED, SCALE, GLOBAL_SCALE = "packed", "scale", "global_scale"
 # Of layers whose inputs, keys or values are quantized with a scale from calibration; no part of a weight.
 ACTIVATION_SCALES = r"\.(input|output|q|k|v)_(global_)?scale(_2)?$"
 
@@ -38,24 +28,7 @@ class UnknownFormatError(CheckpointError):
     """A quantization that is not known here: the checkpoint may well be right."""
 
 
-@dataclass(frozen=True)
-class Part(OutputTensor):
-    """One tensor of a packed weight in the files. ``also``: other shapes that it may have."""
-
-    also: tuple[tuple[int, ...], ...] = ()
-
-    def problem(self, tensors: Tensors) -> tuple[str, str] | None:
-        """What is wrong with it among ``tensors``: ``missing`` or ``shapes``, and a sentence."""
-        info = tensors.get(self.name)
-        if info is None:
-            return "missing", f"tensor {self.name} is missing"
-        if info.dtype == self.dtype and info.shape in (self.shape, *self.also):
-            return None
-        want = " or ".join(str(list(shape)) for shape in (self.shape, *self.also))
-        return "shapes", f"{self.name} is {info.dtype} {list(info.shape)}; it must be {self.dtype} {want}"
-
-
-class PackedFormat:
+class PackedFormat(Encoding):
     """One on-disk format of packed weights.
 
     Attributes
@@ -64,8 +37,6 @@ class PackedFormat:
     suffixes : what follows the dense tensor's name in the name of each part, by role.
     side_file : a file beside ``config.json`` that describes the quantization; None if there is none.
     readers : engines that read its checkpoints without us.
-    multiplies : whether a stored global scale is a factor of the block scales, not their divisor.
-    says_rules : whether its config says how scales were chosen and elements rounded.
     is_source : whether its checkpoints are quantized anew as if they were dense, because the model is
         published in no other form.
     """
@@ -74,11 +45,7 @@ class PackedFormat:
     suffixes: Mapping[str, str] = {PACKED: "", SCALE: "_scale", GLOBAL_SCALE: "_global_scale"}
     side_file: str | None = None
     readers: tuple[str, ...] = ()
-    multiplies: bool = False
-    says_rules: bool = False
     is_source: bool = False
-
-    # What a checkpoint holds
 
     def describe(self, folder: Path) -> dict[str, Any] | None:
         """What :attr:`side_file` says of the quantization; None without it. Raises ``CheckpointError``."""
@@ -119,21 +86,6 @@ class PackedFormat:
     ) -> Part:
         return Part(f"{name}{self.suffixes[role]}", dtype, shape, also)
 
-    # From stored tensors to numbers
-
-    def convert(self, role: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A stored tensor with its bits where the codec has them. A format that changes any says so in
-        :attr:`converts`."""
-        return tensor
-
-    converts: tuple[str, ...] = ()
-
-    def qtensor(self, matrix: Matrix) -> QTensor:
-        """One matrix as the codec knows it: the global scale divides."""
-        from mxquant.codec.qtensor import QTensor
-
-        return QTensor(matrix.packed, matrix.scale, matrix.global_scale, matrix.weight.shape, matrix.weight.scheme)
-
     def why_not_dense(self, config: dict[str, Any]) -> str | None:
         """Why decoded weights are not those of a dense model, if they are not."""
         return None
@@ -142,15 +94,9 @@ class PackedFormat:
         """Why :func:`mxquant.load` cannot keep the weights packed, if it cannot; transformers then loads them."""
         return f"packed weights of {self.method} are loaded by transformers alone"
 
-    # Writing
-
     def why_not(self, weight: PackedWeight) -> str | None:
         """Why the format cannot hold a weight, if it cannot."""
         return f"mxquant does not write {self.method}"
-
-    def stored_scale(self, scale: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
-        """Block scales as the format's own writer stores them."""
-        return scale
 
     def config_block(
         self,
@@ -166,73 +112,6 @@ class PackedFormat:
         list of layers that are not packed.
         """
         raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class PackedWeight:
-    """A packed weight: what it stands for and which tensors hold it.
-
-    Attributes
-    ----------
-    name : the dense tensor that it stands for, as a dense checkpoint would call it.
-    scheme : its number format. Files of others do not say how scales were chosen.
-    shape : ``(out_features, in_features)`` of one matrix.
-    parts : the tensors by role: ``packed``, ``scale`` and perhaps ``global_scale``.
-    experts : how many matrices are stacked; None for one alone.
-    transposed : the dense tensor is ``[..., in, out]``.
-    activations : what the layer's inputs are quantized to as it runs.
-    format : the on-disk format.
-    """
-
-    name: str
-    scheme: QuantScheme
-    shape: tuple[int, int]
-    parts: dict[str, Part]
-    experts: int | None = None
-    transposed: bool = False
-    activations: ActivationScheme | None = None
-    format: PackedFormat = field(default_factory=PackedFormat)
-
-    @property
-    def module(self) -> str:
-        return self.name.removesuffix(".weight")
-
-    @property
-    def matrices(self) -> int:
-        return 1 if self.experts is None else self.experts
-
-    @property
-    def parameters(self) -> int:
-        return prod(self.shape) * self.matrices
-
-    @property
-    def multiplied(self) -> bool:
-        """Whether the stored global scale is a factor of the block scales, not their divisor."""
-        return self.format.multiplies
-
-    @property
-    def dense_shape(self) -> tuple[int, ...]:
-        """The shape of the dense tensor."""
-        matrix = self.shape[::-1] if self.transposed else self.shape
-        return matrix if self.experts is None else (self.experts, *matrix)
-
-    def problems(self, tensors: Tensors) -> list[tuple[str, str]]:
-        """What of its parts is ``missing`` among the tensors of the files, or of other ``shapes``: a sentence each."""
-        return [found for part in self.parts.values() if (found := part.problem(tensors)) is not None]
-
-    def read(self, checkpoint: Checkpoint) -> Iterator[Matrix]:
-        """Its matrices, as views of the mapped files. Raises ``CheckpointError`` where :meth:`problems` finds any."""
-        from mxquant.checkpoint.formats.matrix import Matrix
-
-        problems = self.problems(checkpoint.tensors)
-        if problems:
-            raise CheckpointError(problems[0][1])
-        found = {role: self.format.convert(role, checkpoint.read(part.name)) for role, part in self.parts.items()}
-        packed = found[PACKED].reshape(self.matrices, *self.scheme.packed_shape(self.shape))
-        scale = found[SCALE].reshape(self.matrices, *self.scheme.scale_shape(self.shape))
-        one = found[GLOBAL_SCALE].reshape(self.matrices) if GLOBAL_SCALE in found else None
-        for i in range(self.matrices):
-            yield Matrix(self, packed[i], scale[i], None if one is None else one[i : i + 1])
 
 
 @dataclass

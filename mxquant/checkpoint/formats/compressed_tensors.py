@@ -15,16 +15,8 @@ from typing import Any
 
 import torch
 
-from mxquant.checkpoint.formats.base import (
-    GLOBAL_SCALE,
-    PACKED,
-    SCALE,
-    Layout,
-    PackedFormat,
-    PackedWeight,
-    UnknownFormatError,
-    weights_of,
-)
+from mxquant.checkpoint.formats.base import Layout, PackedFormat, UnknownFormatError, weights_of
+from mxquant.checkpoint.formats.packed import GLOBAL_SCALE, PACKED, SCALE, PackedWeight
 from mxquant.checkpoint.headers import Tensors
 from mxquant.schemes.activations import ActivationScheme
 from mxquant.schemes.formats import QuantScheme

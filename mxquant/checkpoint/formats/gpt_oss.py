@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from mxquant.checkpoint.formats.base import PACKED, SCALE, Layout, PackedFormat, PackedWeight
-from mxquant.checkpoint.formats.matrix import Matrix
+from mxquant.checkpoint.formats.base import Layout, PackedFormat
+from mxquant.checkpoint.formats.packed import PACKED, SCALE, Matrix, PackedWeight
 from mxquant.checkpoint.headers import TensorInfo, Tensors
 from mxquant.checkpoint.reader import Checkpoint
 from mxquant.errors import CheckpointError

@@ -15,9 +15,6 @@ from typing import Any
 import torch
 
 from mxquant.checkpoint.formats.base import (
-    GLOBAL_SCALE,
-    PACKED,
-    SCALE,
     Layout,
     PackedFormat,
     UnknownFormatError,
@@ -25,7 +22,7 @@ from mxquant.checkpoint.formats.base import (
     read_side_file,
     weights_of,
 )
-from mxquant.checkpoint.formats.matrix import Matrix
+from mxquant.checkpoint.formats.packed import GLOBAL_SCALE, PACKED, SCALE, Matrix
 from mxquant.checkpoint.headers import Tensors
 from mxquant.codec.numerics import decode_scale
 from mxquant.codec.qtensor import QTensor

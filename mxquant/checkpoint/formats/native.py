@@ -37,7 +37,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import mxquant
-from mxquant.checkpoint.formats.base import PACKED, Layout, PackedFormat, PackedWeight
+from mxquant.checkpoint.formats.base import Layout, PackedFormat
+from mxquant.checkpoint.formats.packed import PACKED, PackedWeight
 from mxquant.checkpoint.headers import Tensors
 from mxquant.errors import CheckpointError, SchemeError
 from mxquant.schemes.activations import ActivationScheme

@@ -6,15 +6,8 @@ import re
 from types import MappingProxyType
 from typing import Any
 
-from mxquant.checkpoint.formats.base import (
-    PACKED,
-    SCALE,
-    Layout,
-    PackedFormat,
-    UnknownFormatError,
-    named_by_globs,
-    weights_of,
-)
+from mxquant.checkpoint.formats.base import Layout, PackedFormat, UnknownFormatError, named_by_globs, weights_of
+from mxquant.checkpoint.formats.packed import PACKED, SCALE
 from mxquant.checkpoint.headers import Tensors
 from mxquant.schemes.formats import QuantScheme
 

@@ -6,12 +6,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-from mxquant.checkpoint.formats.base import ACTIVATION_SCALES, GLOBAL_SCALE, PACKED, SCALE, Layout, PackedFormat
+from mxquant.checkpoint.formats.base import ACTIVATION_SCALES, Layout, PackedFormat
 from mxquant.checkpoint.formats.base import UnknownFormatError as UnknownFormatError
 from mxquant.checkpoint.formats.compressed_tensors import CompressedTensorsFormat
 from mxquant.checkpoint.formats.gpt_oss import GptOssFormat
 from mxquant.checkpoint.formats.modelopt import ModelOptFormat
 from mxquant.checkpoint.formats.native import FORMAT as NATIVE
+from mxquant.checkpoint.formats.packed import GLOBAL_SCALE, PACKED, SCALE
 from mxquant.checkpoint.formats.quark import QuarkFormat
 from mxquant.checkpoint.headers import TensorInfo, Tensors
 from mxquant.checkpoint.layout import FLOAT_DTYPES
