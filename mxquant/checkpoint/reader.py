@@ -79,6 +79,8 @@ class Checkpoint:
     """
 
     index_name, single_name, pattern = INDEX_NAME, SINGLE_NAME, "*.safetensors"
+    # Whether `tensors` and `read` give dense tensors where the files hold packed ones.
+    decoded = False
 
     def __init__(self, folder: Path):
         self.source = self.folder = folder

@@ -8,7 +8,6 @@ from pathlib import Path
 import mxquant.ops.operators  # noqa: F401  (QTensor.dequantize calls an operator)
 from mxquant.checkpoint import pytorch
 from mxquant.checkpoint.formats import registry
-from mxquant.checkpoint.formats.gpt_oss import GptOssCheckpoint
 from mxquant.checkpoint.layout import INDEX_NAME, SINGLE_NAME
 from mxquant.checkpoint.reader import Checkpoint, read_config, resolve_source
 from mxquant.errors import CheckpointError
@@ -34,7 +33,8 @@ def open_source(source: str | Path, *, revision: str | None = None) -> Checkpoin
         if not any(folder.glob(Checkpoint.pattern)):
             return _other_than_safetensors(folder)
     method = registry.method_of(read_config(folder), folder)
-    return GptOssCheckpoint(folder) if registry.knows(method) and registry.get(method).is_source else Checkpoint(folder)
+    dense = registry.get(method).open_dense(folder) if registry.knows(method) else None
+    return dense or Checkpoint(folder)
 
 
 def _has(folder: Path, *names: str) -> bool:

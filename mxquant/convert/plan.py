@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from mxquant.checkpoint.formats import compressed_tensors, native, registry
-from mxquant.checkpoint.formats.gpt_oss import GptOssCheckpoint
 from mxquant.checkpoint.formats.packed import PackedWeight
 from mxquant.checkpoint.headers import TensorInfo
 from mxquant.checkpoint.layout import FLOAT_DTYPES, OutputTensor
@@ -206,8 +205,8 @@ def _stored_twice(checkpoint: Checkpoint, parameters: dict[str, Parameter], mapp
 def check_not_quantized(checkpoint: Checkpoint) -> None:
     """Raise ``CheckpointError`` if the source is quantized already, unless it is read as a dense one."""
     method = registry.method_of(checkpoint.config, checkpoint.folder)
-    if method and not isinstance(checkpoint, GptOssCheckpoint):
-        way_out = "" if registry.why_not_decoded(checkpoint) else ", or make one with `mxquant dequantize`"
+    if method and not checkpoint.decoded:
+        way_out = registry.way_to_dense(checkpoint.folder)
         raise CheckpointError(
             f"{checkpoint.folder} is already quantized ({method}); start from the dense model{way_out}"
         )

@@ -14,7 +14,6 @@ import torch
 import mxquant.ops.operators  # noqa: F401  (brings the kernels)
 from mxquant.checkpoint.formats import registry
 from mxquant.checkpoint.formats.base import Layout
-from mxquant.checkpoint.formats.gpt_oss import GptOssCheckpoint
 from mxquant.checkpoint.formats.packed import Matrix, PackedWeight
 from mxquant.checkpoint.layout import FLOAT_DTYPES, REPORT_NAME
 from mxquant.checkpoint.reader import Checkpoint
@@ -66,7 +65,7 @@ def open_source(path: str | Path) -> Checkpoint:
     """A checkpoint that can be quantized: dense, or gpt-oss's own. Raises ``CheckpointError`` for any other."""
     source = sources.open_source(path)
     method = registry.method_of(source.config, source.folder)
-    if method is not None and not isinstance(source, GptOssCheckpoint):
+    if method is not None and not source.decoded:
         raise CheckpointError(f"--source {source.folder} is quantized itself ({method}); give the dense model")
     return source
 

@@ -78,7 +78,8 @@ def find_packed(model: nn.Module, tensors: Tensors, config: dict[str, Any]) -> P
     contents = registry.layout_of(config, tensors, getattr(model, "base_model_prefix", ""))
     found = Packed(weights=contents.weights)
     pieces: dict[str, list[Piece]] = defaultdict(list)
-    lost, problems = [], contents.strays()
+    lost: list[str] = []
+    problems: list[str] = []
     for weight in contents.weights:
         place, entry = mapper.place(weight.name), entry_of(weight)
         if place is not None and place.parameter in experts:
@@ -106,6 +107,7 @@ def find_packed(model: nn.Module, tensors: Tensors, config: dict[str, Any]) -> P
             count = experts[name].shape[0]
             problems += problems_of(name, count, made_of)
             found.experts[name] = entry_of_pieces(made_of, count)
+    problems += contents.strays()
     if problems:
         raise CheckpointError(f"{_origin(model)}: {_some(problems, '; ')}")
     return found

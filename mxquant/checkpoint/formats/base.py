@@ -12,13 +12,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mxquant.checkpoint.formats.packed import GLOBAL_SCALE, PACKED, SCALE, Encoding, PackedWeight, Part
 from mxquant.checkpoint.headers import Tensors
 from mxquant.errors import CheckpointError
 from mxquant.schemes.activations import ActivationScheme
 from mxquant.schemes.formats import QuantScheme
+
+if TYPE_CHECKING:
+    from mxquant.checkpoint.reader import Checkpoint
 
 # Of layers whose inputs, keys or values are quantized with a scale from calibration; no part of a weight.
 ACTIVATION_SCALES = r"\.(input|output|q|k|v)_(global_)?scale(_2)?$"
@@ -37,15 +40,12 @@ class PackedFormat(Encoding):
     suffixes : what follows the dense tensor's name in the name of each part, by role.
     side_file : a file beside ``config.json`` that describes the quantization; None if there is none.
     readers : engines that read its checkpoints without us.
-    is_source : whether its checkpoints are quantized anew as if they were dense, because the model is
-        published in no other form.
     """
 
     method: str = "none"
     suffixes: Mapping[str, str] = {PACKED: "", SCALE: "_scale", GLOBAL_SCALE: "_global_scale"}
     side_file: str | None = None
     readers: tuple[str, ...] = ()
-    is_source: bool = False
 
     def describe(self, folder: Path) -> dict[str, Any] | None:
         """What :attr:`side_file` says of the quantization; None without it. Raises ``CheckpointError``."""
@@ -85,6 +85,10 @@ class PackedFormat(Encoding):
         self, name: str, role: str, dtype: str, shape: tuple[int, ...], also: tuple[tuple[int, ...], ...] = ()
     ) -> Part:
         return Part(f"{name}{self.suffixes[role]}", dtype, shape, also)
+
+    def open_dense(self, folder: Path) -> Checkpoint | None:
+        """The checkpoint as a dense one to quantize anew, if the model is published in no other form; else None."""
+        return None
 
     def why_not_dense(self, config: dict[str, Any]) -> str | None:
         """Why decoded weights are not those of a dense model, if they are not."""

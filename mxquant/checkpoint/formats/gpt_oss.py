@@ -32,7 +32,6 @@ class GptOssFormat(PackedFormat):
     method = "mxfp4"
     suffixes = MappingProxyType({PACKED: "_blocks", SCALE: "_scales"})
     readers = ("vLLM", "SGLang", "transformers")
-    is_source = True
 
     def read(self, config: dict[str, Any], tensors: Tensors, prefix: str = "") -> Layout:
         layout = Layout(self)
@@ -54,6 +53,9 @@ class GptOssFormat(PackedFormat):
             layout.weights.append(replace(weight, parts=parts))
         return layout
 
+    def open_dense(self, folder: Path) -> Checkpoint | None:
+        return GptOssCheckpoint(folder)
+
 
 def _names_part(module: str, name: str) -> bool:
     """Whether ``name`` is the module or one that holds it; ``*`` stands for anything."""
@@ -65,6 +67,8 @@ class GptOssCheckpoint(Checkpoint):
 
     Raises ``CheckpointError`` for blocks without scales and for shapes that do not fit each other.
     """
+
+    decoded = True
 
     def __init__(self, folder: Path):
         super().__init__(folder)

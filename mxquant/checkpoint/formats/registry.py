@@ -129,6 +129,15 @@ def why_not_decoded(checkpoint: Checkpoint) -> str | None:
     return why and f"{checkpoint.folder} ({layout.format.method}) cannot be made dense: {why}"
 
 
+def way_to_dense(folder: Path | None) -> str:
+    """The end of a sentence that asks for a dense model: how to make one of the checkpoint, where that can be done."""
+    try:
+        can = folder is not None and why_not_decoded(Checkpoint(folder)) is None
+    except CheckpointError:
+        can = False
+    return ", or make one with `mxquant dequantize`" if can else ""
+
+
 def _known() -> str:
     return ", ".join(known.method for known in _FORMATS)
 
