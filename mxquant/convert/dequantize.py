@@ -86,7 +86,7 @@ def _check(checkpoint: Checkpoint, layout: Layout) -> None:
         problems.append("the config says that weights are packed, and no tensor is")
     for weight in layout.weights:
         problems += [message for _, message in weight.problems(checkpoint.tensors)]
-    problems += layout.strays()
+    problems += [*layout.packed_strays(), *layout.stray_scales()]
     if problems:
         raise CheckpointError(f"{checkpoint.folder}: {problems[0]}")
 

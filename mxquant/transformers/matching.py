@@ -79,7 +79,7 @@ def find_packed(model: nn.Module, tensors: Tensors, config: dict[str, Any]) -> P
     found = Packed(weights=contents.weights)
     pieces: dict[str, list[Piece]] = defaultdict(list)
     lost: list[str] = []
-    problems: list[str] = []
+    problems = contents.packed_strays()
     for weight in contents.weights:
         place, entry = mapper.place(weight.name), entry_of(weight)
         if place is not None and place.parameter in experts:
@@ -107,7 +107,7 @@ def find_packed(model: nn.Module, tensors: Tensors, config: dict[str, Any]) -> P
             count = experts[name].shape[0]
             problems += problems_of(name, count, made_of)
             found.experts[name] = entry_of_pieces(made_of, count)
-    problems += contents.strays()
+    problems += contents.stray_scales()
     if problems:
         raise CheckpointError(f"{_origin(model)}: {_some(problems, '; ')}")
     return found

@@ -154,14 +154,17 @@ class Layout:
     def part_names(self) -> set[str]:
         return {part.name for w in self.weights for part in w.parts.values()}
 
-    def strays(self) -> list[str]:
-        """A sentence for each tensor of :attr:`unlisted`, packed ones first."""
+    def packed_strays(self) -> list[str]:
+        """A sentence for each packed tensor of :attr:`unlisted`."""
+        return [f"{name} is packed, but the quantization config does not list it" for name in self._stray(packed=True)]
+
+    def stray_scales(self) -> list[str]:
+        """A sentence for each other tensor of :attr:`unlisted`."""
+        return [f"{name} is a part of a packed weight that is not there" for name in self._stray(packed=False)]
+
+    def _stray(self, *, packed: bool) -> list[str]:
         suffix = "" if self.format is None else self.format.suffixes[PACKED]
-        packed = [name for name in self.unlisted if name.endswith((".weight", f".weight{suffix}"))]
-        others = [name for name in self.unlisted if name not in packed]
-        return [f"{name} is packed, but the quantization config does not list it" for name in packed] + [
-            f"{name} is a part of a packed weight that is not there" for name in others
-        ]
+        return [name for name in self.unlisted if name.endswith((".weight", f".weight{suffix}")) == packed]
 
 
 def weights_of(
