@@ -7,6 +7,7 @@ source like the others. Names of tensors of real formats occur nowhere but in th
 from __future__ import annotations
 
 import ast
+import hashlib
 import json
 import math
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 from click.testing import CliRunner
 from ml_dtypes import float8_e4m3fn
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import mxquant
 from mxquant.checkpoint.formats import registry
@@ -357,3 +359,30 @@ def test_each_layer_has_the_format_and_block_of_its_group(tmp_path):
     found = load_file(tmp_path / "d" / "model.safetensors")
     assert found["m.q_proj.weight"].eq(0.5).all()
     assert found["m.up_proj.weight"].eq(2).all()
+
+
+def test_groups_with_formats_of_their_own_load_packed_with_the_weights_of_each(tmp_path):
+    """NVFP4 attention and MXFP4 MLP in one checkpoint; what 0.1.0 decoded of the two it is mixed from is the oracle."""
+    made = ROOT / "tests" / "data" / "made_by_0_1_0"
+    decoded = json.loads((made / "decoded.json").read_text(encoding="utf-8"))
+    kinds = {"llama-nvfp4": "self_attn", "llama-mxfp4": "mlp"}
+    stored = {kind: load_file(made / kind / "model.safetensors") for kind in kinds}
+    mixed = {n: t for kind, part in kinds.items() for n, t in stored[kind].items() if part in n or "proj" not in n}
+    config = json.loads((made / "llama-nvfp4" / "config.json").read_text(encoding="utf-8"))
+    other = json.loads((made / "llama-mxfp4" / "config.json").read_text(encoding="utf-8"))
+    said, group = config["quantization_config"], other["quantization_config"]["config_groups"]["group_0"]
+    said["format"] = "mixed-precision"
+    said["config_groups"]["group_1"] = {**group, "targets": [r"re:.*\.mlp\..*"]}
+    folder = write(tmp_path / "m", mixed, None)
+    (folder / "config.json").write_text(json.dumps(config))
+    assert not verify_checkpoint(folder).faults
+    model = mxquant.load(folder)
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, mxquant.QuantLinear)}
+    assert len(layers) == 7
+    for name, layer in layers.items():
+        kind = next(kind for kind, part in kinds.items() if part in name)
+        data = layer.dequantize(torch.bfloat16).view(torch.uint8).numpy().tobytes()
+        assert decoded[kind][f"{name}.weight"].endswith(hashlib.sha256(data).hexdigest()[:16]), name
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    ids = torch.arange(8)[None]
+    torch.testing.assert_close(plain(ids).logits, model(ids).logits, rtol=0.05, atol=0.02)
