@@ -27,6 +27,7 @@ from mxquant.nn.quant_linear import QuantLinear
 from mxquant.schemes.formats import QuantScheme
 from mxquant.transformers.architectures import NameMapper, Parameter, inventory
 from mxquant.transformers.experts import pack_experts
+from mxquant.transformers.kinds import Kind
 from mxquant.transformers.mixtures import Layout, Piece, Place, layout, problems_of
 from mxquant.transformers.mixtures import entry_of as entry_of_pieces
 from mxquant.transformers.parts import is_plain_linear
@@ -115,7 +116,7 @@ def find_packed(model: nn.Module, tensors: Tensors, config: dict[str, Any]) -> P
 
 def expert_parameters(model: nn.Module) -> dict[str, Parameter]:
     """The parameters that hold the matrices of experts, by name."""
-    return {p.name: p for p in inventory(model) if p.kind == "experts"}
+    return {p.name: p for p in inventory(model) if p.kind is Kind.EXPERTS}
 
 
 def _place(pieces: list[Piece], place: Place, entry: ModuleEntry, parameter: Parameter) -> list[str]:
