@@ -386,3 +386,39 @@ def test_groups_with_formats_of_their_own_load_packed_with_the_weights_of_each(t
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     ids = torch.arange(8)[None]
     torch.testing.assert_close(plain(ids).logits, model(ids).logits, rtol=0.05, atol=0.02)
+
+
+@pytest.mark.parametrize("kind", ["FP8", "GPTQ", "compressed-tensors int4", "ModelOpt FP8", "Quark int8"])
+def test_what_is_not_known_is_no_fault_of_the_checkpoint(kind, tmp_path):
+    folder = write(tmp_path / "m", {"a.weight_packed": torch.zeros(4, 8, dtype=torch.int32)}, REFUSED[kind])
+    with pytest.raises(registry.UnknownFormatError):
+        verify_checkpoint(folder)
+
+
+MALFORMED = {
+    "groups in a list": {"quant_method": "compressed-tensors", "config_groups": [GROUP]},
+    "a group that is a text": {"quant_method": "compressed-tensors", "config_groups": {"group_0": "nvfp4"}},
+    "weights that are a text": {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"g": {**GROUP, "weights": "x"}},
+    },
+    "a pattern that is none": {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"g": {**GROUP, "targets": ["re:("]}},
+    },
+    "a group size in words": {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": "sixteen"},
+    "no settings": {"quant_method": "quark", "global_quant_config": ["fp4"]},
+}
+
+
+@pytest.mark.parametrize("kind", MALFORMED)
+def test_a_config_that_cannot_be_read_gives_one_line(kind, tmp_path):
+    tensors = {"a.weight_packed": torch.zeros(4, 8, dtype=torch.uint8), "a.weight": torch.zeros(4, 8)}
+    folder = write(tmp_path / "m", tensors, MALFORMED[kind])
+    with pytest.raises(CheckpointError) as caught:
+        registry.find(Checkpoint(folder))
+    assert len(str(caught.value).splitlines()) == 1
+    for command in (["dequantize", folder, tmp_path / "d"], ["verify", folder], ["inspect", folder]):
+        result = run(*command)
+        assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+        assert "Traceback" not in result.output

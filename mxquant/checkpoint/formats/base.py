@@ -21,7 +21,12 @@ from mxquant.schemes.activations import ActivationScheme
 from mxquant.schemes.formats import QuantScheme
 
 if TYPE_CHECKING:
+    import torch
+
     from mxquant.checkpoint.reader import Checkpoint
+    from mxquant.codec.qtensor import QTensor
+
+    Decode = Callable[[QTensor, torch.dtype], torch.Tensor]
 
 # Of layers whose inputs, keys or values are quantized with a scale from calibration; no part of a weight.
 ACTIVATION_SCALES = r"\.(input|output|q|k|v)_(global_)?scale(_2)?$"
@@ -86,8 +91,11 @@ class PackedFormat(Encoding):
     ) -> Part:
         return Part(f"{name}{self.suffixes[role]}", dtype, shape, also)
 
-    def open_dense(self, folder: Path) -> Checkpoint | None:
-        """The checkpoint as a dense one to quantize anew, if the model is published in no other form; else None."""
+    def open_dense(self, folder: Path, decode: Decode) -> Checkpoint | None:
+        """The checkpoint as a dense one to quantize anew, if the model is published in no other form; else None.
+
+        ``decode(q, dtype)`` makes a dense matrix.
+        """
         return None
 
     def why_not_dense(self, config: dict[str, Any]) -> str | None:

@@ -18,6 +18,7 @@ import torch
 from mxquant.checkpoint.formats.base import Layout, PackedFormat, UnknownFormatError, weights_of
 from mxquant.checkpoint.formats.packed import GLOBAL_SCALE, PACKED, SCALE, PackedWeight
 from mxquant.checkpoint.headers import Tensors
+from mxquant.errors import CheckpointError
 from mxquant.schemes.activations import ActivationScheme
 from mxquant.schemes.formats import QuantScheme
 
@@ -122,7 +123,7 @@ class CompressedTensorsFormat(PackedFormat):
         formats = _formats(config)
         if formats and not formats & set(SCHEMES):
             raise _unknown(formats)
-        groups = list((config.get("config_groups") or {}).values())
+        groups = _groups(config)
         ignore = [str(name) for name in config.get("ignore") or ()]
         layout = Layout(self)
         layout.must_be_dense = lambda module: _named(module, ignore)
@@ -179,8 +180,14 @@ class CompressedTensorsFormat(PackedFormat):
 
 def _formats(config: dict[str, Any]) -> set[str]:
     """The formats of all groups."""
-    groups = (config.get("config_groups") or {}).values()
-    return {str(group.get("format") or config.get("format")) for group in groups}
+    return {str(group.get("format") or config.get("format")) for group in _groups(config)}
+
+
+def _groups(config: dict[str, Any]) -> list[dict[str, Any]]:
+    found = config.get("config_groups") or {}
+    if not isinstance(found, dict) or not all(isinstance(group, dict) for group in found.values()):
+        raise CheckpointError("config_groups of the quantization_config is not an object of objects")
+    return list(found.values())
 
 
 def _unknown(formats: Iterable[str]) -> UnknownFormatError:

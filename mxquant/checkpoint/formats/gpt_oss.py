@@ -12,7 +12,7 @@ from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,8 +20,12 @@ from mxquant.checkpoint.formats.base import Layout, PackedFormat
 from mxquant.checkpoint.formats.packed import PACKED, SCALE, Matrix, PackedWeight
 from mxquant.checkpoint.headers import TensorInfo, Tensors
 from mxquant.checkpoint.reader import Checkpoint
+from mxquant.codec.qtensor import QTensor
 from mxquant.errors import CheckpointError
 from mxquant.schemes.formats import QuantScheme
+
+if TYPE_CHECKING:
+    from mxquant.checkpoint.formats.base import Decode
 
 _BLOCK_BYTES = 16
 
@@ -53,8 +57,8 @@ class GptOssFormat(PackedFormat):
             layout.weights.append(replace(weight, parts=parts))
         return layout
 
-    def open_dense(self, folder: Path) -> Checkpoint | None:
-        return GptOssCheckpoint(folder)
+    def open_dense(self, folder: Path, decode: Decode) -> Checkpoint | None:
+        return GptOssCheckpoint(folder, decode)
 
 
 def _names_part(module: str, name: str) -> bool:
@@ -65,17 +69,19 @@ def _names_part(module: str, name: str) -> bool:
 class GptOssCheckpoint(Checkpoint):
     """``tensors`` and ``read`` give the dense bfloat16 tensors that the packed ones stand for.
 
-    Raises ``CheckpointError`` for blocks without scales and for shapes that do not fit each other.
+    ``decode(q, dtype)``: makes the dense matrix of an expert. Raises ``CheckpointError`` for blocks
+    without scales and for shapes that do not fit each other.
     """
 
     decoded = True
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, decode: Decode = QTensor.dequantize):
         super().__init__(folder)
+        self._decode = decode
         self._stored = self.tensors
         layout = GptOssFormat().read(self.config.get("quantization_config") or {}, self._stored)
         self._packed = {weight.name: weight for weight in layout.weights}
-        dense = {weight.parts[PACKED].name: self._decoded(weight) for weight in layout.weights}
+        dense = {weight.parts[PACKED].name: self._dense_info(weight) for weight in layout.weights}
         parts = layout.part_names
         found = [dense.get(name) or info for name, info in self._stored.items() if name in dense or name not in parts]
         self.tensors = {info.name: info for info in found}
@@ -95,9 +101,9 @@ class GptOssCheckpoint(Checkpoint):
             return super().read_part(name, index)
         packed, scale = (self._get(weight.parts[role].name)[index] for role in (PACKED, SCALE))
         matrix = Matrix(weight, packed.reshape(weight.scheme.packed_shape(weight.shape)), scale, None)
-        return matrix.qtensor().dequantize(torch.bfloat16).t()
+        return self._decode(matrix.qtensor(), torch.bfloat16).t()
 
-    def _decoded(self, weight: PackedWeight) -> TensorInfo:
+    def _dense_info(self, weight: PackedWeight) -> TensorInfo:
         """The dense tensor that a packed weight stands for."""
         packed, scales = (weight.parts[role].name for role in (PACKED, SCALE))
         for kind, message in weight.problems(self._stored):

@@ -105,7 +105,7 @@ def layout_of(config: dict[str, Any] | None, tensors: Tensors, prefix: str = "")
 
     ``prefix``: see :meth:`PackedFormat.read`. Raises as :func:`find` does.
     """
-    layout = Layout(None) if config is None else get(config.get("quant_method")).read(config, tensors, prefix)
+    layout = Layout(None) if config is None else _read(config, tensors, prefix)
     parts = layout.part_names
     for info in tensors.values():
         if info.name in parts:
@@ -115,6 +115,16 @@ def layout_of(config: dict[str, Any] | None, tensors: Tensors, prefix: str = "")
         elif _looks_packed(info, tensors):
             layout.unlisted.append(info.name)
     return layout
+
+
+def _read(config: dict[str, Any], tensors: Tensors, prefix: str) -> Layout:
+    known = get(config.get("quant_method"))
+    try:
+        return known.read(config, tensors, prefix)
+    except CheckpointError:
+        raise
+    except (TypeError, ValueError, AttributeError, KeyError, re.error) as error:
+        raise CheckpointError(f"the quantization_config ({known.method}) is malformed: {error}") from error
 
 
 def why_not_decoded(checkpoint: Checkpoint) -> str | None:
