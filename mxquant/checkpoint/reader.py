@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mxquant.checkpoint import damage
-from mxquant.checkpoint.layout import INDEX_NAME, ITEM_SIZES, REPORT_NAME, SINGLE_NAME
+from mxquant.checkpoint.headers import HeaderError, TensorInfo, read_header
+from mxquant.checkpoint.layout import INDEX_NAME, REPORT_NAME, SINGLE_NAME
 from mxquant.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -28,17 +27,6 @@ _INDEX_SUFFIXES = (".safetensors.index.json", ".bin.index.json")
 # Folders that are no part of a model: other people's copies of the weights, with their own side files; byte code.
 _FOREIGN_FOLDERS = ("original", "__pycache__")
 PYTORCH_FILES = "pytorch_model*.bin"
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """Header entry of one tensor: safetensors dtype name (``BF16``), shape and file."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-    file: Path
 
 
 def resolve_source(source: str | Path, *, revision: str | None = None) -> Path:
@@ -91,6 +79,8 @@ class Checkpoint:
     """
 
     index_name, single_name, pattern = INDEX_NAME, SINGLE_NAME, "*.safetensors"
+    # Whether `tensors` and `read` give dense tensors where the files hold packed ones.
+    decoded = False
 
     def __init__(self, folder: Path):
         self.source = self.folder = folder
@@ -190,16 +180,22 @@ class Checkpoint:
     def _read_header(self, file: Path) -> Iterator[TensorInfo]:
         from safetensors import safe_open
 
+        found = read_safetensors(file)
         try:
-            handle = safe_open(file, framework="pt")
+            self._handles[file] = safe_open(file, framework="pt")
         except Exception as error:  # SafetensorError and OSError, by version
             why = damage.why_not_whole(file, error)
             raise CheckpointError(f"{file}: not a whole safetensors file: {why}") from error
-        self._handles[file] = handle
-        for name in handle.offset_keys():
-            part = handle.get_slice(name)
-            dtype, shape = part.get_dtype(), tuple(part.get_shape())
-            yield TensorInfo(name, dtype, shape, _nbytes(name, dtype, shape), file)
+        yield from found.values()
+
+
+def read_safetensors(file: Path) -> dict[str, TensorInfo]:
+    """The tensors of a file. Raises ``CheckpointError`` that names the file, if it is not whole."""
+    try:
+        return read_header(file)
+    except HeaderError as error:
+        why = damage.what_file(file) or f"it {error}"
+        raise CheckpointError(f"{file}: not a whole safetensors file: {why}") from error
 
 
 def side_files(folder: Path) -> list[Path]:
@@ -233,9 +229,3 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config.get("quantization_config") or {}, dict):
         raise CheckpointError(f"{path}: quantization_config is not a JSON object")
     return config
-
-
-def _nbytes(name: str, dtype: str, shape: tuple[int, ...]) -> int:
-    if dtype not in ITEM_SIZES:
-        raise CheckpointError(f"tensor {name}: dtype {dtype} is not supported")
-    return prod(shape) * ITEM_SIZES[dtype]

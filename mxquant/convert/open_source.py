@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import mxquant.ops.operators  # noqa: F401  (QTensor.dequantize calls an operator)
 from mxquant.checkpoint import pytorch
-from mxquant.checkpoint.formats.gpt_oss import GptOssCheckpoint, is_gpt_oss
+from mxquant.checkpoint.formats import registry
 from mxquant.checkpoint.layout import INDEX_NAME, SINGLE_NAME
 from mxquant.checkpoint.reader import Checkpoint, read_config, resolve_source
+from mxquant.codec.qtensor import QTensor
 from mxquant.errors import CheckpointError
 from mxquant.transformers.gguf import GgufCheckpoint
 
@@ -31,7 +33,9 @@ def open_source(source: str | Path, *, revision: str | None = None) -> Checkpoin
             return pytorch.PytorchCheckpoint(folder)
         if not any(folder.glob(Checkpoint.pattern)):
             return _other_than_safetensors(folder)
-    return GptOssCheckpoint(folder) if is_gpt_oss(read_config(folder)) else Checkpoint(folder)
+    method = registry.method_of(read_config(folder), folder)
+    dense = registry.get(method).open_dense(folder, QTensor.dequantize) if registry.knows(method) else None
+    return dense or Checkpoint(folder)
 
 
 def _has(folder: Path, *names: str) -> bool:

@@ -20,7 +20,7 @@ import torch
 
 import mxquant.ops.operators  # brings the kernels
 from mxquant.checkpoint.fingerprint import fingerprint, without_times
-from mxquant.checkpoint.formats import compressed_tensors
+from mxquant.checkpoint.formats import registry
 from mxquant.checkpoint.layout import FLOAT_DTYPES, INDEX_NAME, REPORT_NAME
 from mxquant.checkpoint.reader import Checkpoint
 from mxquant.checkpoint.writer import ShardWriter, index_json, shard_names
@@ -211,6 +211,7 @@ class _Run:
         self.device = device
         self.stats: dict[str, QuantStats] = {}
         self._checkpoint, self._plan, self._seed, self._progress = checkpoint, plan, seed, progress
+        self._format = registry.get(plan.on_disk)
         self._tensors = {t.outputs[0].name: t for t in plan.tensors}
         self._groups: dict[str, list[TensorPlan]] = defaultdict(list)
         for t in plan.quantized:
@@ -288,9 +289,7 @@ class _Run:
         assert t.scheme is not None
         assert chunk.stats is not None
         packed, scale = t.outputs[:2]
-        scales = chunk.scale
-        if self._plan.on_disk == compressed_tensors.QUANT_METHOD:
-            scales = compressed_tensors.stored_scale(scales, t.scheme)
+        scales = self._format.stored_scale(chunk.scale, t.scheme)
         row = job.index * t.matrix[0] + chunk.start
         writer.write(packed.name, chunk.packed, row * chunk.packed.shape[1])
         row_bytes = scales.shape[1] * scales.element_size()

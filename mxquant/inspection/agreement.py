@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
+from mxquant.checkpoint.formats.base import Layout
+from mxquant.checkpoint.formats.packed import PackedWeight
 from mxquant.checkpoint.reader import Checkpoint
 from mxquant.errors import MXQuantError
 from mxquant.inspection.faults import Verification
-from mxquant.inspection.layouts import Layout
-from mxquant.inspection.packed import PackedWeight
 from mxquant.transformers.architectures import NameMapper, Parameter, build_meta_model, inventory
 from mxquant.transformers.fused import fused_groups
 from mxquant.transformers.kinds import Kind
@@ -35,9 +35,9 @@ def check_config(checkpoint: Checkpoint, layout: Layout, found: Verification) ->
     for weight in layout.weights:
         if layout.must_be_dense(weight.module):
             found.add("config", f"{weight.name} is packed, and the config says that it is dense")
-        problems = weight.problems(checkpoint)
+        problems = weight.problems(checkpoint.tensors)
         for kind, message in problems:
-            found.add(kind, message)
+            found.add("config" if kind == "missing" else kind, message)
         if not problems:
             whole.append(weight)
     found.checked["packed weights"] = len(layout.weights)

@@ -12,7 +12,9 @@ from pathlib import Path
 import torch
 
 import mxquant.ops.operators  # noqa: F401  (brings the kernels)
-from mxquant.checkpoint.formats import compressed_tensors, gpt_oss, native
+from mxquant.checkpoint.formats import registry
+from mxquant.checkpoint.formats.base import Layout
+from mxquant.checkpoint.formats.packed import Matrix, PackedWeight
 from mxquant.checkpoint.layout import FLOAT_DTYPES, REPORT_NAME
 from mxquant.checkpoint.reader import Checkpoint
 from mxquant.codec.amax import group_amax
@@ -21,8 +23,6 @@ from mxquant.codec.scaling import global_scale_for
 from mxquant.convert import open_source as sources
 from mxquant.errors import CheckpointError, WeightError
 from mxquant.inspection.faults import Verification
-from mxquant.inspection.layouts import Layout, quantization_of
-from mxquant.inspection.packed import Matrix, PackedWeight
 from mxquant.inspection.summary import Steps
 from mxquant.schemes.formats import QuantScheme
 
@@ -65,8 +65,8 @@ def read_report(checkpoint: Checkpoint) -> Said | None:
 def open_source(path: str | Path) -> Checkpoint:
     """A checkpoint that can be quantized: dense, or gpt-oss's own. Raises ``CheckpointError`` for any other."""
     source = sources.open_source(path)
-    method = (quantization_of(source) or {}).get("quant_method")
-    if method is not None and not isinstance(source, gpt_oss.GptOssCheckpoint):
+    method = registry.method_of(source.config, source.folder)
+    if method is not None and not source.decoded:
         raise CheckpointError(f"--source {source.folder} is quantized itself ({method}); give the dense model")
     return source
 
@@ -121,13 +121,11 @@ class SourceComparison:
         self,
         checkpoint: Checkpoint,
         source: Checkpoint,
-        method: str | None,
         groups: Iterable[list[PackedWeight]],
         everything: bool,
     ):
         self._checkpoint, self._source, self._everything = checkpoint, source, everything
         self._said = read_report(checkpoint)
-        self._method = method
         self._groups = {weight.name: members for members in groups for weight in members}
         self.requantized = 0
         self.errors: dict[str, float] = {}
@@ -189,7 +187,7 @@ class SourceComparison:
         if self._said is not None and weight.name in self._said.schemes:
             return self._said.schemes[weight.name]
         # Without a report there is no seed.
-        known = self._method == native.QUANT_METHOD and weight.scheme.rounding == "nearest"
+        known = weight.format.says_rules and weight.scheme.rounding == "nearest"
         return weight.scheme if known else None
 
     def _requantize(
@@ -216,9 +214,7 @@ class SourceComparison:
         except WeightError as error:
             found.add("weights", f"the source's {error}")
             return False
-        scale = q.scale
-        if self._method == compressed_tensors.QUANT_METHOD:
-            scale = compressed_tensors.stored_scale(scale, scheme)
+        scale = weight.format.stored_scale(q.scale, scheme)
         for what, ours, theirs in (("block scales", scale, matrix.scale), ("elements", q.packed, matrix.packed)):
             ours, theirs = ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8)
             if ours.shape != theirs.shape:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mxquant.checkpoint.formats import registry
+from mxquant.checkpoint.formats.base import Layout, UnknownFormatError
 from mxquant.checkpoint.reader import Checkpoint, resolve_source
 from mxquant.errors import CheckpointError
 from mxquant.inspection.agreement import Model, check_config, check_groups, check_model, check_tied, groups
 from mxquant.inspection.faults import Verification
 from mxquant.inspection.files import check_files
-from mxquant.inspection.layouts import Layout, UnknownFormatError, find_layout
 from mxquant.inspection.lint import lint
 from mxquant.inspection.source import SourceComparison, check_dense_tensors, open_source, sample
 from mxquant.inspection.summary import Progress, Steps
@@ -61,7 +62,7 @@ def verify_checkpoint(
 def _layout(checkpoint: Checkpoint, found: Verification) -> Layout | None:
     """The packed weights; a config of a known method that cannot be read is a fault."""
     try:
-        return find_layout(checkpoint)
+        return registry.find(checkpoint)
     except UnknownFormatError:
         raise
     except CheckpointError as error:
@@ -96,7 +97,5 @@ def _check(
     check_dense(checkpoint, others, found, advance)
     if source is not None:
         check_dense_tensors(checkpoint, layout, source, tied, found, advance)
-        compare = SourceComparison(
-            checkpoint, source, layout.method, groups(layout.weights, model), everything=samples is None
-        )
+        compare = SourceComparison(checkpoint, source, groups(layout.weights, model), everything=samples is None)
         compare(compared, found, advance)

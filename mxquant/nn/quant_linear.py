@@ -8,11 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from mxquant.checkpoint.formats import native
+from mxquant.checkpoint.formats.packed import GLOBAL_SCALE
 from mxquant.codec.numerics import scale_dtype
 from mxquant.codec.qtensor import QTensor
 from mxquant.ops import operators as ops
 from mxquant.schemes.activations import ActivationScheme
 from mxquant.schemes.formats import QuantScheme
+
+# Buffers are called what tensors are in our own files.
+_GLOBAL_SCALE = f"weight{native.FORMAT.suffixes[GLOBAL_SCALE]}"
 
 
 def restore_encodings(module: nn.Module, before: Mapping[str, torch.Tensor | None]) -> None:
@@ -66,7 +71,7 @@ class QuantLinear(nn.Module):
         kind = scale_dtype(scheme.scale_format)
         self.register_buffer("weight_scale", empty(scheme.scale_shape(shape), dtype=kind, device=device))
         fp32 = empty(1, dtype=torch.float32, device=device) if scheme.global_scale else None
-        self.register_buffer("weight_global_scale", fp32)
+        self.register_buffer(_GLOBAL_SCALE, fp32)
         self.register_parameter("bias", nn.Parameter(empty(shape[0], dtype=dtype, device=device)) if bias else None)
         self._spec = scheme.spec
         self._scale_dtype, self._shape = kind, (self.out_features, self.in_features)
@@ -122,7 +127,7 @@ class QuantLinear(nn.Module):
         # Looking up a buffer as an attribute takes as long as a small kernel.
         buffers: dict[str, Any] = self._buffers
         call = self._call
-        weight, scale, divisor = buffers["weight"], buffers["weight_scale"], buffers["weight_global_scale"]
+        weight, scale, divisor = buffers["weight"], buffers["weight_scale"], buffers[_GLOBAL_SCALE]
         bias = self._parameters.get("bias")
         if call is None or not call.holds(weight, scale, divisor, bias):
             fits = self._fit(weight, scale, divisor, bias)
