@@ -247,10 +247,10 @@ def test_a_cached_cell_serves_nothing_but_what_it_was_measured_on(change, narrow
 def test_same_activations_are_found_by_their_own_name(narrow, text, tmp_path):
     sweep(narrow, text, Grid(("ue5m3",), (16,), inputs=("same",)), QUICK, cache=tmp_path)
     seen: list[Done] = []
-    grid = Grid(("ue5m3",), (16,), inputs=("ue5m3/16/absmax", "ue5m3/16"))
+    grid = Grid(("ue5m3",), (16,), inputs=("ue5m3/16/absmax", "ue5m3/16/search"))
     found = sweep(narrow, text, grid, QUICK, cache=tmp_path, on_done=seen.append)
     assert [done.cached for done in seen] == [True, True, False]
-    assert [c.spec.inputs for c in found.cells] == ["ue5m3/16/absmax", "ue5m3/16"]
+    assert [c.spec.inputs for c in found.cells] == ["ue5m3/16/absmax", "ue5m3/16/search"]
 
 
 def test_a_cell_without_finite_logits_is_marked(make_checkpoint, tmp_path):
