@@ -255,7 +255,8 @@ class QuantScheme:
     def text(self) -> str:
         """The short text that :meth:`parse` reads back, e.g. ``ue5m3/16``, ``nvfp4`` or ``nvfp4/absmax``.
 
-        It holds everything, so operators carry their scheme as this string.
+        It says scale and block, or the preset that has them, and what else is not the default. Nothing is lost, so
+        operators carry their scheme as this string.
         """
         return self.spelled()
 
