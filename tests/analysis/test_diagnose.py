@@ -430,7 +430,7 @@ def test_json_has_every_figure_and_nothing_else_is_on_stdout(make_checkpoint):
     assert done.exit_code == 0, done.output
     record = json.loads(done.stdout)
     # --rule is for schemes that name none and have it; presets name theirs.
-    assert [s["scheme"] for s in record["schemes"]] == ["ue5m3/16/absmax", "nvfp4", "e4m3/8/absmax", "mxfp4"]
+    assert [s["scheme"] for s in record["schemes"]] == ["ue5m3/16/absmax", "nvfp4/absmax", "e4m3/8/absmax", "mxfp4"]
     found = diagnose(folder, [s["scheme"] for s in record["schemes"]])
     for entry, scheme in zip(record["schemes"], found.schemes, strict=True):
         assert entry["relative_error"] == pytest.approx(found.measured(scheme).mse ** 0.5)
