@@ -418,7 +418,7 @@ def test_the_command_prints_tables_and_writes_recipe_and_picture(make_checkpoint
         plot,
     )
     assert done.exit_code == 0, done.output
-    for words in ("Best single scheme", "A mix at", "kurtosis", "Gaussian", f"Wrote {recipe}.", f"Wrote {plot}."):
+    for words in ("Scale rules: ", "Best single scheme", "A mix at", "kurtosis", "Gaussian", f"Wrote {recipe}.", f"Wrote {plot}."):
         assert words in done.stdout
     assert QuantRecipe.from_file(recipe).default is not None
     assert plot.read_bytes().startswith(b"\x89PNG")

@@ -270,6 +270,7 @@ def test_a_cell_without_finite_logits_is_marked(make_checkpoint, tmp_path):
     assert fine.perplexity is not None
     assert too_long.problem == also.problem == "block 128 is longer than the longest row of the model's weights, 64"
     assert any("e8m0/32/even" in line and "not finite" in line for line in sentences(found))
+    assert sentences(found)[-1].endswith("scale rules of the weights: even for e8m0, absmax for fp32.")
     plot_sweep(found, tmp_path / "broken.png")
     json.dumps(found.to_dict(), allow_nan=False)
     assert list(csv.DictReader(io.StringIO(to_csv(found))))[1]["perplexity"] == ""
