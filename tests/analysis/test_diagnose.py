@@ -418,7 +418,8 @@ def test_the_command_prints_tables_and_writes_recipe_and_picture(make_checkpoint
         plot,
     )
     assert done.exit_code == 0, done.output
-    for words in ("Scale rules: ", "Best single scheme", "A mix at", "kurtosis", "Gaussian", f"Wrote {recipe}.", f"Wrote {plot}."):
+    found = ("Scale rules: ", "Best single scheme", "A mix at", "kurtosis", "Gaussian")
+    for words in (*found, f"Wrote {recipe}.", f"Wrote {plot}."):
         assert words in done.stdout
     assert QuantRecipe.from_file(recipe).default is not None
     assert plot.read_bytes().startswith(b"\x89PNG")
