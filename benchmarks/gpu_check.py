@@ -157,7 +157,7 @@ def main() -> None:
             f"{scheme.name:14} {m:5} {n:6} {k:6} {1e6 * row['seconds']:9.1f} us {row['speedup']:6.2f}x "
             f"{row['bandwidth'] / top.bandwidth:5.0%} of copy {row['of_ceiling']:5.0%} of ceiling"
         )
-    quantizers = ("mxfp4", "nvfp4")
+    quantizers = ("mxfp4", "nvfp4/absmax")
     record = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -169,7 +169,7 @@ def main() -> None:
         "copy_bandwidth": top.bandwidth,
         "dense_flops": top.flops,
         "products": table,
-        "quantize": [quantize_speed(QuantScheme.preset(name), top.bandwidth) for name in quantizers],
+        "quantize": [quantize_speed(QuantScheme.parse(name), top.bandwidth) for name in quantizers],
     }
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -62,11 +62,11 @@ class QTensor:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The dense weight: one fp32 product per element, then one rounding to ``dtype``."""
         return torch.ops.mxquant.dequantize(
-            self.packed, self.scale, self.global_scale, list(self.shape), self.scheme.spec, dtype
+            self.packed, self.scale, self.global_scale, list(self.shape), self.scheme.text, dtype
         )
 
     def __repr__(self) -> str:
-        return f"QTensor(shape={self.shape}, scheme={self.scheme.name}, device={self.device}, nbytes={self.nbytes})"
+        return f"QTensor(shape={self.shape}, scheme={self.scheme.text}, device={self.device}, nbytes={self.nbytes})"
 
 
 def check_parts(
@@ -84,13 +84,13 @@ def check_parts(
     for name, (tensor, dtype, size) in expected.items():
         if tensor.dtype != dtype or tuple(tensor.shape) != size:
             raise ValueError(
-                f"{name} of a {scheme.name} weight {list(shape)} must be {dtype} {list(size)}, "
+                f"{name} of a {scheme.text} weight {list(shape)} must be {dtype} {list(size)}, "
                 f"not {tensor.dtype} {list(tensor.shape)}"
             )
         if tensor.device != packed.device:
             raise ValueError(f"{name} is on {tensor.device}, packed on {packed.device}; move them to one device")
     if scheme.global_scale != (global_scale is not None):
-        raise ValueError(f"a {scheme.name} weight {'needs a' if scheme.global_scale else 'has no'} global scale")
+        raise ValueError(f"a {scheme.text} weight {'needs a' if scheme.global_scale else 'has no'} global scale")
     if global_scale is not None:
         if global_scale.dtype != torch.float32 or global_scale.numel() != 1:
             found = f"{global_scale.dtype} {list(global_scale.shape)}"

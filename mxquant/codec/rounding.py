@@ -209,7 +209,7 @@ def check_finite(tensor: torch.Tensor, name: str) -> None:
 
 def check_global_scale(global_scale: torch.Tensor, scheme: QuantScheme, name: str) -> torch.Tensor:
     if not scheme.global_scale:
-        raise WeightError(f"{name}: {scheme.name} has no global scale, but one was given")
+        raise WeightError(f"{name}: {scheme.text} has no global scale, but one was given")
     one = global_scale.dtype == torch.float32 and global_scale.numel() == 1
     if not one or not 0 < float(global_scale) < math.inf:
         raise WeightError(f"{name}: the global scale must be one positive, finite fp32 number, not {global_scale}")

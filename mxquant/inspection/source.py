@@ -218,11 +218,11 @@ class SourceComparison:
         for what, ours, theirs in (("block scales", scale, matrix.scale), ("elements", q.packed, matrix.packed)):
             ours, theirs = ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8)
             if ours.shape != theirs.shape:
-                found.add("weights", f"{name}: the report says {scheme.name}, whose {what} have another shape")
+                found.add("weights", f"{name}: the report says {scheme.text}, whose {what} have another shape")
                 return False
             differ = int((ours != theirs).sum())
             if differ:
-                found.add("weights", f"{name}: {differ} bytes of its {what} are not what {scheme.name} gives")
+                found.add("weights", f"{name}: {differ} bytes of its {what} are not what {scheme.text} gives")
                 return False
         return True
 

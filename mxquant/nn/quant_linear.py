@@ -73,7 +73,7 @@ class QuantLinear(nn.Module):
         fp32 = empty(1, dtype=torch.float32, device=device) if scheme.global_scale else None
         self.register_buffer(_GLOBAL_SCALE, fp32)
         self.register_parameter("bias", nn.Parameter(empty(shape[0], dtype=dtype, device=device)) if bias else None)
-        self._spec = scheme.spec
+        self._scheme_text = scheme.text
         self._scale_dtype, self._shape = kind, (self.out_features, self.in_features)
         self._sizes = (self._packed_shape[0] * self._packed_shape[1], self.weight_scale.numel())
         self._call: Any = None  # the product as a prepared call of a kernel
@@ -86,7 +86,7 @@ class QuantLinear(nn.Module):
     @activations.setter
     def activations(self, scheme: ActivationScheme | None) -> None:
         self._activations = scheme
-        self._dynamic = None if scheme is None else (scheme.scheme.spec, scheme.per_token)
+        self._dynamic = None if scheme is None else (scheme.scheme.text, scheme.per_token)
 
     @classmethod
     def from_qtensor(cls, q: QTensor, bias: torch.Tensor | None = None) -> QuantLinear:
@@ -136,7 +136,7 @@ class QuantLinear(nn.Module):
         return call
 
     def _operands(self) -> tuple:  # type: ignore[type-arg]
-        return self.packed, self.weight_scale, self.weight_global_scale, self.bias, list(self._shape), self._spec
+        return self.packed, self.weight_scale, self.weight_global_scale, self.bias, list(self._shape), self._scheme_text
 
     def _fit(self, weight, scale, divisor, bias) -> bool:  # type: ignore[no-untyped-def]
         """Whether a kernel may trust its arguments; if not, the operator says what is wrong with them."""
@@ -153,7 +153,7 @@ class QuantLinear(nn.Module):
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, scheme={self.scheme.name}"
+            f"bias={self.bias is not None}, scheme={self.scheme.text}"
             f"{f', activations={self.activations.text}' if self.activations else ''}"
         )
 

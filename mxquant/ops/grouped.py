@@ -10,7 +10,7 @@ import torch
 
 from mxquant.codec.qtensor import check_parts
 from mxquant.ops import operators as ops
-from mxquant.schemes.formats import QuantScheme, scheme_from_spec
+from mxquant.schemes.formats import QuantScheme
 
 _LIBRARY = torch.library.Library("mxquant", "FRAGMENT")
 _LIBRARY.define(
@@ -43,11 +43,11 @@ def grouped_linear(
     Differentiable in ``x`` and ``bias``. Raises ``ValueError`` for parts that do not fit each other.
     """
     shape = [packed.shape[0], packed.shape[1], columns]
-    return torch.ops.mxquant.grouped_linear(x, ends, packed, scale, global_scale, bias, shape, scheme.spec)
+    return torch.ops.mxquant.grouped_linear(x, ends, packed, scale, global_scale, bias, shape, scheme.text)
 
 
 def _grouped(x, ends, packed, scale, global_scale, bias, shape, scheme):  # type: ignore[no-untyped-def]
-    s = scheme_from_spec(scheme)
+    s = QuantScheme.parse(scheme)
     _check(x, ends, packed, scale, global_scale, bias, shape, s)
     module = ops.backend(x.device.type)
     serve = getattr(module, "grouped_linear", None)
@@ -61,7 +61,7 @@ def _grouped(x, ends, packed, scale, global_scale, bias, shape, scheme):  # type
 
 
 def _grouped_fake(x, ends, packed, scale, global_scale, bias, shape, scheme):  # type: ignore[no-untyped-def]
-    _check(x, ends, packed, scale, global_scale, bias, shape, scheme_from_spec(scheme))
+    _check(x, ends, packed, scale, global_scale, bias, shape, QuantScheme.parse(scheme))
     return x.new_empty(x.shape[0], shape[1])
 
 

@@ -1,7 +1,7 @@
 """The operators ``mxquant::quantize``, ``dequantize``, ``linear``, ``quantized_linear`` and their helpers.
 
 Each has a schema, a fake implementation (shapes only, for tracing) and a PyTorch reference that
-runs on any device. A scheme travels as the string ``QuantScheme.spec``.
+runs on any device. A scheme travels as the string ``QuantScheme.text``.
 
 This is the only place that looks for kernels. A backend serves a call if its ``why_not_...`` has no
 objection; otherwise the reference does, and :func:`explain` says which of them it is and why.
@@ -27,7 +27,7 @@ from mxquant.codec.numerics import scale_dtype
 from mxquant.codec.qtensor import QTensor, check_parts, dequantize_parts
 from mxquant.codec.rounding import quantize_tensor, use_kernels
 from mxquant.schemes.activations import ActivationScheme
-from mxquant.schemes.formats import ELEMENTS, QuantScheme, scheme_from_spec
+from mxquant.schemes.formats import ELEMENTS, QuantScheme
 
 _BACKENDS = {"cpu": "mxquant.kernels.cpu.backend", "cuda": "mxquant.kernels.triton.backend"}
 
@@ -66,7 +66,7 @@ def quantize(
     one number) replaces the one derived from the weight. Raises ``WeightError`` for NaN, infinite
     or non-matrix weights, naming the place.
     """
-    packed, scale, made = torch.ops.mxquant.quantize(weight.detach(), scheme.spec, seed, name, global_scale)
+    packed, scale, made = torch.ops.mxquant.quantize(weight.detach(), scheme.text, seed, name, global_scale)
     return QTensor(packed, scale, made, (weight.shape[0], weight.shape[1]), scheme)
 
 
@@ -94,7 +94,7 @@ def quantize_activations(x: torch.Tensor, scheme: ActivationScheme) -> torch.Ten
     not finite becomes NaN; with one global scale for the whole tensor, so do all others. The
     gradient passes straight through.
     """
-    return torch.ops.mxquant.quantize_activations(x, scheme.scheme.spec, scheme.per_token)
+    return torch.ops.mxquant.quantize_activations(x, scheme.scheme.text, scheme.per_token)
 
 
 def linear(x: torch.Tensor, weight: QTensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -104,7 +104,7 @@ def linear(x: torch.Tensor, weight: QTensor, bias: torch.Tensor | None = None) -
     dtype. Differentiable in ``x`` and ``bias``.
     """
     return torch.ops.mxquant.linear(
-        x, weight.packed, weight.scale, weight.global_scale, bias, list(weight.shape), weight.scheme.spec
+        x, weight.packed, weight.scale, weight.global_scale, bias, list(weight.shape), weight.scheme.text
     )
 
 
@@ -123,8 +123,8 @@ def quantized_linear(
         weight.global_scale,
         bias,
         list(weight.shape),
-        weight.scheme.spec,
-        activations.scheme.spec,
+        weight.scheme.text,
+        activations.scheme.text,
         activations.per_token,
     )
 
@@ -235,20 +235,20 @@ def exact_in(dtype: torch.dtype, scheme: QuantScheme) -> bool:
 
 
 def _quantize(weight, scheme, seed, name, global_scale):  # type: ignore[no-untyped-def]
-    q = quantize_tensor(weight, scheme_from_spec(scheme), seed=seed, name=name, global_scale=global_scale)
+    q = quantize_tensor(weight, QuantScheme.parse(scheme), seed=seed, name=name, global_scale=global_scale)
     made = q.global_scale
     return q.packed, q.scale, made if made is None or global_scale is None else made.clone()
 
 
 def _quantize_fake(weight, scheme, seed, name, global_scale):  # type: ignore[no-untyped-def]
-    s = scheme_from_spec(scheme)
+    s = QuantScheme.parse(scheme)
     packed = weight.new_empty(s.packed_shape(weight.shape), dtype=torch.uint8)
     scale = weight.new_empty(s.scale_shape(weight.shape), dtype=scale_dtype(s.scale_format))
     return packed, scale, weight.new_empty(1, dtype=torch.float32) if s.global_scale else None
 
 
 def _quantize_activations(x, scheme, per_token):  # type: ignore[no-untyped-def]
-    return quantize_dynamically(x, scheme_from_spec(scheme), per_token, _dense_of)
+    return quantize_dynamically(x, QuantScheme.parse(scheme), per_token, _dense_of)
 
 
 def _dense_of(q: QTensor, dtype: torch.dtype) -> torch.Tensor:
@@ -260,7 +260,7 @@ def _quantize_activations_fake(x, scheme, per_token):  # type: ignore[no-untyped
 
 
 def _dequantize(packed, scale, global_scale, shape, scheme, dtype):  # type: ignore[no-untyped-def]
-    s, shape = scheme_from_spec(scheme), tuple(shape)
+    s, shape = QuantScheme.parse(scheme), tuple(shape)
     check_parts(packed, scale, global_scale, shape, s)
     return _dense(packed, scale, global_scale, shape, s, dtype)
 
@@ -273,12 +273,12 @@ def _dense(packed, scale, global_scale, shape, scheme, dtype):  # type: ignore[n
 
 
 def _dequantize_fake(packed, scale, global_scale, shape, scheme, dtype):  # type: ignore[no-untyped-def]
-    check_parts(packed, scale, global_scale, tuple(shape), scheme_from_spec(scheme))
+    check_parts(packed, scale, global_scale, tuple(shape), QuantScheme.parse(scheme))
     return packed.new_empty(shape, dtype=dtype)
 
 
 def _linear(x, packed, scale, global_scale, bias, shape, scheme):  # type: ignore[no-untyped-def]
-    s, shape = scheme_from_spec(scheme), tuple(shape)
+    s, shape = QuantScheme.parse(scheme), tuple(shape)
     _check_linear(x, packed, scale, global_scale, bias, shape, s)
     module = backend(x.device.type)
     if module is not None and module.why_not_linear(x, shape, s) is None:
@@ -292,7 +292,7 @@ def _linear(x, packed, scale, global_scale, bias, shape, scheme):  # type: ignor
 
 
 def _quantized_linear(x, packed, scale, global_scale, bias, shape, scheme, activations, per_token):  # type: ignore[no-untyped-def]
-    s, a, shape = scheme_from_spec(scheme), scheme_from_spec(activations), tuple(shape)
+    s, a, shape = QuantScheme.parse(scheme), QuantScheme.parse(activations), tuple(shape)
     _check_linear(x, packed, scale, global_scale, bias, shape, s)
     module = backend(x.device.type)
     ask = getattr(module, "why_not_quantized_linear", None)
@@ -306,7 +306,7 @@ def _quantized_linear_fake(x, packed, scale, global_scale, bias, shape, scheme, 
 
 
 def _linear_fake(x, packed, scale, global_scale, bias, shape, scheme):  # type: ignore[no-untyped-def]
-    _check_linear(x, packed, scale, global_scale, bias, shape, scheme_from_spec(scheme))
+    _check_linear(x, packed, scale, global_scale, bias, shape, QuantScheme.parse(scheme))
     return x.new_empty([*x.shape[:-1], shape[0]])
 
 
@@ -326,7 +326,7 @@ def _check_linear(x, packed, scale, global_scale, bias, shape, scheme):  # type:
 
 
 def _linear_grad(grad, packed, scale, global_scale, shape, scheme):  # type: ignore[no-untyped-def]
-    s = scheme_from_spec(scheme)
+    s = QuantScheme.parse(scheme)
     _check_grad(grad, packed, scale, global_scale, shape, s)
     kernels = backend(packed.device.type)
     if kernels is not None and kernels.why_not_linear_grad(grad, tuple(shape), s) is None:
@@ -337,7 +337,7 @@ def _linear_grad(grad, packed, scale, global_scale, shape, scheme):  # type: ign
 
 
 def _linear_grad_fake(grad, packed, scale, global_scale, shape, scheme):  # type: ignore[no-untyped-def]
-    _check_grad(grad, packed, scale, global_scale, shape, scheme_from_spec(scheme))
+    _check_grad(grad, packed, scale, global_scale, shape, QuantScheme.parse(scheme))
     return grad.new_empty([*grad.shape[:-1], shape[1]])
 
 

@@ -29,7 +29,7 @@ class MXQuantConfig(QuantizationConfigMixin):
     Parameters
     ----------
     element, scale, block, global_scale, scale_rule, rounding : fields of :class:`mxquant.QuantScheme`;
-        those left out take its defaults, or those of ``preset``.
+        those left out take its defaults, or those of ``preset``; see :meth:`mxquant.QuantScheme.merge`.
     preset : name of a scheme (``"mxfp4"``, ``"nvfp4"``, ...).
     seed : chooses the random bits of stochastic rounding.
     include, exclude : regular expressions on module names: what to quantize only, what to keep dense.

@@ -119,7 +119,7 @@ class QuantExperts(nn.Module):
         for name, entry in self.entries.items():
             activations = f", activations={entry.activations.text}" if entry.activations else ""
             lines.append(
-                f"{name}: experts={entry.experts}, shape={entry.shape}, scheme={entry.scheme.name}{activations}"
+                f"{name}: experts={entry.experts}, shape={entry.shape}, scheme={entry.scheme.text}{activations}"
             )
         return "\n".join(line for line in lines if line)
 

@@ -340,3 +340,8 @@ def test_a_wrong_request_gives_one_line(args, message, outputs):
     assert result.exit_code == 1
     assert message in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_preset_with_another_rule_keeps_its_tag(tmp_path):
+    mxquant.quantize_model(BUNDLED, tmp_path / "q", "nvfp4/absmax")
+    assert "nvfp4" in matter((tmp_path / "q/README.md").read_text())["tags"]

@@ -23,7 +23,7 @@ from mxquant.transformers.architectures import build_meta_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-FORMATS = ("nvfp4", "mxfp4", "ue5m3/16")
+FORMATS = ("nvfp4/absmax", "mxfp4", "ue5m3/16")
 _SIZES: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 64,

@@ -265,12 +265,12 @@ def test_compiled_models_call_the_kernels():
 
 def test_operators_pass_the_checks_of_torch_library():
     q = weight(8, 32, QuantScheme(global_scale=True))  # opcheck does not know float8
-    shape, spec = list(q.shape), q.scheme.spec
+    shape, spec = list(q.shape), q.scheme.text
     x = torch.randn(2, 32, requires_grad=True)
     parts = (q.packed, q.scale, q.global_scale)
     torch.library.opcheck(torch.ops.mxquant.linear, (x, *parts, None, shape, spec))
     torch.library.opcheck(torch.ops.mxquant.dequantize, (*parts, shape, spec, torch.bfloat16))
-    torch.library.opcheck(torch.ops.mxquant.quantize, (torch.randn(8, 32), QuantScheme().spec, 0, "w", None))
+    torch.library.opcheck(torch.ops.mxquant.quantize, (torch.randn(8, 32), QuantScheme().text, 0, "w", None))
 
 
 def test_gradients_are_those_of_the_dense_layer(level):

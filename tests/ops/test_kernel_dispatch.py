@@ -72,12 +72,12 @@ def test_operators_give_the_same_through_the_kernels(triton, monkeypatch, scheme
 @pytest.mark.parametrize("kernels", ["triton", "reference"])
 def test_operators_pass_opcheck(monkeypatch, q, kernels):
     monkeypatch.setenv("MXQUANT_KERNELS", kernels)
-    o, spec, shape = torch.ops.mxquant, SCHEME.spec, list(SHAPE)
+    o, spec, shape = torch.ops.mxquant, SCHEME.text, list(SHAPE)
     x, bias = torch.randn(2, SHAPE[1], requires_grad=True), torch.randn(SHAPE[0], requires_grad=True)
     nvfp4 = QuantScheme.preset("nvfp4")
     for operator, args in (
         (o.quantize, (torch.randn(SHAPE), spec, 0, "w", None)),
-        (o.quantize, (torch.randn(SHAPE), nvfp4.spec, 0, "w", None)),
+        (o.quantize, (torch.randn(SHAPE), nvfp4.text, 0, "w", None)),
         (o.dequantize, (*arguments(q), shape, spec, torch.bfloat16)),
         (o.linear, (x, *arguments(q), bias, shape, spec)),
         (o.linear, (x[0], *arguments(q), None, shape, spec)),
@@ -151,7 +151,7 @@ def served_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, q
 
 def linear(x, q, packed=None, scale=None, bias=None, shape=SHAPE):
     packed, scale = q.packed if packed is None else packed, q.scale if scale is None else scale
-    return torch.ops.mxquant.linear(x, packed, scale, None, bias, list(shape), SCHEME.spec)
+    return torch.ops.mxquant.linear(x, packed, scale, None, bias, list(shape), SCHEME.text)
 
 
 def test_calls_that_make_no_sense_are_refused_whoever_would_serve_them(served_by, q):
@@ -171,7 +171,7 @@ def test_calls_that_make_no_sense_are_refused_whoever_would_serve_them(served_by
     with pytest.raises(ValueError, match="move them to one device"):
         linear(x.to("meta"), q)
     with pytest.raises(ValueError, match="does not fit"):
-        torch.ops.mxquant.linear_grad(x, q.packed, q.scale, None, list(SHAPE), SCHEME.spec)
+        torch.ops.mxquant.linear_grad(x, q.packed, q.scale, None, list(SHAPE), SCHEME.text)
     bad = torch.randn(SHAPE)
     bad[3, 5] = torch.nan
     with pytest.raises(WeightError, match="row 3, column 5"):
@@ -186,7 +186,7 @@ def test_packed_bytes_that_are_not_contiguous_give_the_right_answer(served_by, q
     scale = torch.stack([q.scale, q.scale], -1)[..., 0]
     assert not apart.is_contiguous()
     torch.testing.assert_close(linear(x, q, packed=apart, scale=scale), linear(x, q))
-    dense = torch.ops.mxquant.dequantize(apart, scale, None, list(SHAPE), SCHEME.spec, torch.float32)
+    dense = torch.ops.mxquant.dequantize(apart, scale, None, list(SHAPE), SCHEME.text, torch.float32)
     assert torch.equal(dense, q.dequantize())
 
 

@@ -58,7 +58,7 @@ def build_config(scheme: QuantScheme, ignore: Iterable[str]) -> dict[str, Any]:
     """The ``quantization_config`` of a model whose linear layers, but those named, have ``scheme``."""
     name = format_name(scheme)
     if name is None:
-        raise ValueError(f"compressed-tensors has no format for {scheme.name}")
+        raise ValueError(f"compressed-tensors has no format for {scheme.text}")
     nvfp4 = scheme.global_scale
     weights = {
         "num_bits": 4,
