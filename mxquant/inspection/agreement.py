@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -47,6 +48,7 @@ class Model:
     """The model's class, without weights: what each tensor of the files is in it."""
 
     name: str
+    built: Any
     parameters: dict[str, Parameter]
     mapper: NameMapper
 
@@ -58,7 +60,7 @@ class Model:
         except MXQuantError as error:
             found.warnings.append(f"not compared with the model's class: {error}")
             return None
-        return cls(type(model).__name__, {p.name: p for p in inventory(model)}, NameMapper(model))
+        return cls(type(model).__name__, model, {p.name: p for p in inventory(model)}, NameMapper(model))
 
     def group(self, weight: PackedWeight) -> str | None:
         """A name shared by the weights that have one global scale with this one; None if alone."""

@@ -11,6 +11,7 @@ from mxquant.inspection.faults import Verification
 from mxquant.inspection.files import check_files
 from mxquant.inspection.layouts import Layout, UnknownFormatError, find_layout
 from mxquant.inspection.lint import lint
+from mxquant.inspection.load import check_load
 from mxquant.inspection.source import SourceComparison, check_dense_tensors, open_source, sample
 from mxquant.inspection.summary import Progress, Steps
 from mxquant.inspection.values import check_dense, check_packed
@@ -24,6 +25,7 @@ def verify_checkpoint(
     source: str | Path | None = None,
     *,
     samples: int | None = SAMPLE,
+    load: bool | None = None,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> Verification:
@@ -35,6 +37,8 @@ def verify_checkpoint(
     source : the dense checkpoint (or gpt-oss's own) that it was made from; then every dense tensor is compared with it,
         and some packed weights.
     samples : how many packed weights to compare with the source; None for all.
+    load : whether to load the model as users do and compare it with the files, see
+        :func:`mxquant.inspection.load.check_load`; None does if nothing else is wrong and memory suffices.
     progress : called with a tensor's name, how many have been looked at and how many there are.
 
     Returns all faults, not the first alone; files that cannot be opened end the search, as nothing
@@ -54,7 +58,7 @@ def verify_checkpoint(
         return found
     layout = _layout(checkpoint, found)
     if layout is not None:
-        _check(checkpoint, layout, original, found, samples, trust_remote_code, progress)
+        _check(checkpoint, layout, original, found, samples, load, trust_remote_code, progress)
     return found
 
 
@@ -75,6 +79,7 @@ def _check(
     source: Checkpoint | None,
     found: Verification,
     samples: int | None,
+    load: bool | None,
     trust_remote_code: bool,
     progress: Progress | None,
 ) -> None:
@@ -100,3 +105,4 @@ def _check(
             checkpoint, source, layout.method, groups(layout.weights, model), everything=samples is None
         )
         compare(compared, found, advance)
+    check_load(checkpoint, layout, model, found, load, trust_remote_code=trust_remote_code)
