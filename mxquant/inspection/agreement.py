@@ -96,7 +96,7 @@ def check_model(checkpoint: Checkpoint, layout: Layout, model: Model, found: Ver
     for name, shape in shapes.items():
         place = model.mapper.place(name)
         if place is None:
-            if name in packed:
+            if name in packed and not model.mapper.ignores(name):
                 found.add("config", f"{name} is packed, and {model.name} has no such weight")
             elif name not in extra:
                 found.warnings.append(f"{name} is no parameter of {model.name}; loaders ignore it")
@@ -104,15 +104,7 @@ def check_model(checkpoint: Checkpoint, layout: Layout, model: Model, found: Ver
         wanted = model.shape(place, shape)
         if wanted is not None and shape != wanted:
             found.add("shapes", f"{name} is {list(shape)}, and {model.name} needs {list(wanted)}")
-        if name not in packed and layout.must_be_packed and _is_linear(model.parameters.get(place.parameter), name):
-            module = name.removesuffix(".weight")
-            if layout.must_be_packed(module):
-                found.add("config", f"{name} is dense, and the config says that {module} is packed")
     found.checked["model class"] = model.name
-
-
-def _is_linear(parameter: Parameter | None, name: str) -> bool:
-    return parameter is not None and parameter.kind == "linear" and name.endswith(".weight")
 
 
 def check_tied(checkpoint: Checkpoint, layout: Layout, model: Model, found: Verification) -> None:

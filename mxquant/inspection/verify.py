@@ -10,6 +10,7 @@ from mxquant.inspection.agreement import Model, check_config, check_groups, chec
 from mxquant.inspection.faults import Verification
 from mxquant.inspection.files import check_files
 from mxquant.inspection.layouts import Layout, UnknownFormatError, find_layout
+from mxquant.inspection.linears import check_linears
 from mxquant.inspection.lint import lint
 from mxquant.inspection.load import check_load
 from mxquant.inspection.source import SourceComparison, check_dense_tensors, open_source, sample
@@ -88,6 +89,7 @@ def _check(
     tied: set[str] = set()
     if model is not None:
         check_model(checkpoint, layout, model, found)
+        check_linears(checkpoint, layout, model, found)
         check_tied(checkpoint, layout, model, found)
         tied = {p.name for p in model.parameters.values() if p.tied_to}
     parts = layout.part_names

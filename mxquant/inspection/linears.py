@@ -1,0 +1,64 @@
+"""Whether the config names every layer that stays dense: by what loaders do with the model's layers.
+
+The configs of compressed-tensors (``ignore``), ModelOpt (``exclude_modules``) and Quark (``exclude``) list what is
+dense, and loaders take everything else for packed. Of a linear layer that is neither, they drop the weight, and
+what is computed with is whatever lay in memory.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from mxquant.checkpoint.reader import Checkpoint
+from mxquant.inspection.agreement import Model
+from mxquant.inspection.faults import Verification
+from mxquant.inspection.layouts import Layout
+from mxquant.transformers.linears import loader_linears
+
+
+def check_linears(checkpoint: Checkpoint, layout: Layout, model: Model, found: Verification) -> None:
+    """Faults of layers that are dense, or packed, against the config.
+
+    Those of the model have the names of its modules, by which transformers looks them up in the config; engines
+    bring the config's names to their own. A tensor that the class has no place for, such as those of layers that
+    predict several tokens, has the name of the files: engines that know it look for that.
+    """
+    if layout.must_be_packed is None:
+        return
+    packed = {_module(model.mapper.target(weight.name) or weight.name) for weight in layout.weights}
+    linears = loader_linears(model.built)
+    parts = layout.part_names | {*layout.unlisted, *layout.activation_scales}
+    dense = {name: info for name, info in checkpoint.tensors.items() if name not in parts and name.endswith(".weight")}
+    holders = {target: name for name in dense if (target := model.mapper.target(name)) is not None}
+    tied = {p.name: p.tied_to for p in model.parameters.values() if p.tied_to}
+    for module in linears:
+        name = f"{module}.weight"
+        if module in packed:
+            if layout.must_be_dense(module):
+                found.add("config", f"{name} is packed, and the config says that it is dense")
+        elif (name in holders or name in tied) and layout.must_be_packed(module):
+            what = f"{holders[name]} is dense" if name in holders else f"{name} is tied to {tied[name]}"
+            found.add("config", f"{what}, and the config says that {module} is packed; loaders drop a dense weight")
+    embeddings = {tuple(m.weight.shape) for m in model.built.modules() if isinstance(m, nn.Embedding)}
+    for name, info in dense.items():
+        module, target = _module(name), model.mapper.target(name)
+        if len(info.shape) != 2 or not layout.must_be_packed(module):
+            continue
+        if target is None:
+            if info.shape not in embeddings and "embed" not in module:
+                found.add(
+                    "config",
+                    f"{name} is dense, and the config says that {module} is packed; {model.name} has no such layer, "
+                    "but engines do",
+                )
+        elif (owner := _module(target)) not in linears and layout.must_be_packed(owner) and _multiplies(model, owner):
+            found.warnings.append(f"{name} is dense, and the config does not say so; an engine may expect it packed")
+
+
+def _module(name: str) -> str:
+    return name.removesuffix(".weight")
+
+
+def _multiplies(model: Model, module: str) -> bool:
+    """Whether a module with a matrix may be a linear layer of engines, as routers of experts are."""
+    return not isinstance(model.built.get_submodule(module), nn.Embedding | nn.modules.conv._ConvNd)
