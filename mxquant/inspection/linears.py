@@ -51,7 +51,7 @@ def check_linears(checkpoint: Checkpoint, layout: Layout, model: Model, found: V
                     f"{name} is dense, and the config says that {module} is packed; {model.name} has no such layer, "
                     "but engines do",
                 )
-        elif (owner := _module(target)) not in linears and layout.must_be_packed(owner) and _multiplies(model, owner):
+        elif _module(target) not in linears and layout.must_be_packed(_module(target)) and _multiplies(model, target):
             found.warnings.append(f"{name} is dense, and the config does not say so; an engine may expect it packed")
 
 
@@ -59,6 +59,7 @@ def _module(name: str) -> str:
     return name.removesuffix(".weight")
 
 
-def _multiplies(model: Model, module: str) -> bool:
-    """Whether a module with a matrix may be a linear layer of engines, as routers of experts are."""
-    return not isinstance(model.built.get_submodule(module), nn.Embedding | nn.modules.conv._ConvNd)
+def _multiplies(model: Model, name: str) -> bool:
+    """Whether engines may have a linear layer where the model has a matrix of some other kind, as routers are."""
+    parameter = model.parameters.get(name)
+    return parameter is not None and parameter.kind not in ("embedding", "norm", "convolution")

@@ -9,7 +9,8 @@ that do not multiply.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,8 +28,6 @@ from mxquant.transformers.assembled import assembled
 
 # Unless told to, a model is loaded only if it needs at most this share of the memory that is available.
 MEMORY_SHARE = 0.5
-
-Dense = Mapping[str, Callable[[], torch.Tensor]]
 
 
 def check_load(
@@ -56,23 +55,18 @@ def check_load(
             raise CheckpointError(f"{checkpoint.folder} cannot be loaded: {obstacle}")
         found.checked["loaded"] = f"no ({obstacle})"
         return
-    apart = _experts_apart(layout, model)
-    if apart:
-        found.warnings.append(
-            f"{apart} is a matrix of experts, which transformers by itself does not load packed; mxquant.load does"
-        )
-    try:
-        built, info = loaded.load_as_users_do(
-            checkpoint.folder, layout.method, trust_remote_code=trust_remote_code, keep_packed=apart is not None
-        )
-    except Exception as error:  # a loader that does not know what to do with the files raises anything
-        found.checked["loaded"] = "failed"
-        found.add("load", f"{model.name} cannot be loaded: {loaded.first_line(error)}")
+    check = Loading(checkpoint, layout, model, trust_remote_code)
+    if not _holds_single_experts(layout, model):
+        check(found)
         return
-    found.checked["loaded"] = type(built).__name__
-    _check_info(layout, info, found)
-    _check_forward(built, model, found)
-    _check_values(checkpoint, layout, model, built, info, found)
+    # Engines stack packed experts, and so does this library; transformers may not, and is no judge of them.
+    alone = Verification(found.path)
+    check(alone)
+    if not alone.faults:
+        found.checked |= alone.checked
+        return
+    found.warnings.append(f"transformers by itself does not read its packed experts: {alone.faults[0].message}")
+    check(found, keep_packed=True)
 
 
 def _why_not_now(checkpoint: Checkpoint, layout: Layout, model: Model | None, found: Verification) -> str | None:
@@ -100,82 +94,108 @@ def _gb(count: int) -> str:
     return f"{count / 1e9:.1f} GB"
 
 
-def _experts_apart(layout: Layout, model: Model) -> str | None:
-    """A packed weight that is a part of a stack of experts in the model, where only this library stacks such."""
+def _holds_single_experts(layout: Layout, model: Model) -> bool:
+    """Whether packed weights of compressed-tensors are parts of a stack of experts in the model."""
     if layout.method != compressed_tensors.QUANT_METHOD:
-        return None
-    places = ((weight.name, model.mapper.place(weight.name)) for weight in layout.weights)
-    return next((name for name, place in places if place is not None and not place.is_whole), None)
+        return False
+    places = (model.mapper.place(weight.name) for weight in layout.weights)
+    return any(place is not None and not place.is_whole for place in places)
 
 
-def _check_info(layout: Layout, info: dict[str, Any], found: Verification) -> None:
-    """Faults that the loader itself reports. Dense tensors that it has no use for are warnings elsewhere."""
-    for name in sorted(info["missing_keys"]):
-        found.add("load", f"no tensor of the files fills {name}, so the loader makes up its values")
-    for name, stored, needed in sorted(info["mismatched_keys"]):
-        found.add("load", f"{name} is {list(stored)} in the files, and the model needs {list(needed)}")
-    parts = layout.part_names
-    for name in sorted(parts & set(info["unexpected_keys"])):
-        found.add("load", f"{name} is a part of a packed weight, and the loader has no use for it")
-    for message in info.get("error_msgs") or ():
-        found.add("load", f"the loader says: {' '.join(str(message).split())[:300]}")
+@dataclass(frozen=True)
+class Loading:
+    """Loads a checkpoint and adds what is wrong with that: ``loading(found)``."""
 
+    checkpoint: Checkpoint
+    layout: Layout
+    model: Model
+    trust_remote_code: bool
 
-def _check_forward(built: Any, model: Model, found: Verification) -> None:
-    """A fault if the model cannot be run, or makes numbers that are none; a note where it needs more than tokens."""
-    why = loaded.why_not_tokens(built)
-    if why is not None:
-        found.checked["forward"] = f"no ({why})"
-        return
-    try:
-        output = loaded.run_on_tokens(built)
-    except Exception as error:  # of a model's own code, anything
-        if loaded.fails_alike(model.built, error):
-            found.checked["forward"] = f"no ({model.name} needs more than tokens)"
+    def __call__(self, found: Verification, *, keep_packed: bool = False) -> None:
+        """``keep_packed``: by :func:`mxquant.load`, whatever transformers does by itself."""
+        method, folder = self.layout.method, self.checkpoint.folder
+        try:
+            built, info = loaded.load_as_users_do(
+                folder, method, trust_remote_code=self.trust_remote_code, keep_packed=keep_packed
+            )
+        except Exception as error:  # a loader that does not know what to do with the files raises anything
+            found.checked["loaded"] = "failed"
+            found.add("load", f"{self.model.name} cannot be loaded: {loaded.first_line(error)}")
             return
-        found.checked["forward"] = "failed"
-        found.add("load", f"the loaded model fails at its first tokens: {loaded.first_line(error)}")
-        return
-    found.checked["forward"] = "yes"
-    bad = int((~output.isfinite()).sum())
-    if bad:
-        found.add("load", f"the loaded model's first logits are NaN or infinite: {bad} of {output.numel()}")
+        found.checked["loaded"] = type(built).__name__ + (" (by mxquant.load)" if keep_packed else "")
+        self._check_info(info, found)
+        self._check_forward(built, found)
+        self._check_values(built, info, found)
+
+    def _check_info(self, info: dict[str, Any], found: Verification) -> None:
+        """Faults that the loader itself reports. Dense tensors that it has no use for are warnings elsewhere."""
+        for name in sorted(info["missing_keys"]):
+            found.add("load", f"no tensor of the files fills {name}, so the loader makes up its values")
+        for name, stored, needed in sorted(info["mismatched_keys"]):
+            found.add("load", f"{name} is {list(stored)} in the files, and the model needs {list(needed)}")
+        leaves = {name.rpartition(".")[2] for name in self.layout.part_names} - {"weight"}
+        for name in sorted(info["unexpected_keys"]):
+            if name.rpartition(".")[2] in leaves:
+                found.add("load", f"{name} is a part of a packed weight, and the loader has no use for it")
+        for message in info.get("error_msgs") or ():
+            found.add("load", f"the loader says: {' '.join(str(message).split())[:300]}")
+
+    def _check_forward(self, built: Any, found: Verification) -> None:
+        """A fault if the model cannot be run, or makes numbers that are none; a note where its class does, too."""
+        why = loaded.why_not_tokens(built)
+        if why is not None:
+            found.checked["forward"] = f"no ({why})"
+            return
+        try:
+            output = loaded.run_on_tokens(built)
+        except Exception as error:  # of a model's own code, anything
+            if loaded.fails_alike(self.model.built, built.dtype, error):
+                found.checked["forward"] = f"no (a dense {self.model.name} fails as well: {loaded.first_line(error)})"
+                return
+            found.checked["forward"] = "failed"
+            found.add("load", f"the loaded model fails at its first tokens: {loaded.first_line(error)}")
+            return
+        found.checked["forward"] = "yes"
+        bad = int((~output.isfinite()).sum())
+        if bad:
+            found.add("load", f"the loaded model's first logits are NaN or infinite: {bad} of {output.numel()}")
+
+    def _check_values(self, built: Any, info: dict[str, Any], found: Verification) -> None:
+        """Faults of tensors of the model that are not what the files decode to, or that no tensor of them fills."""
+        loaded.decompress(built)
+        dense = loaded.dense_tensors(built, {p.name for p in self.model.parameters.values() if p.transposed})
+        packed = {weight.name: weight for weight in self.layout.weights}
+        parts = self.layout.part_names | {*self.layout.unlisted, *self.layout.activation_scales}
+        names = [*(name for name in self.checkpoint.tensors if name not in parts), *packed]
+
+        def read(name: str) -> torch.Tensor:
+            return decoded(packed[name], self.checkpoint) if name in packed else self.checkpoint.read(name)
+
+        dtypes = {name: held.dtype for name, held in dense.items()}
+        names = [name for name in names if self.model.mapper.conversion(name)[0] in dtypes]
+        filled: dict[str, list[str]] = {}
+        try:
+            for name, sources, wanted in assembled(self.model.built, self.model.mapper, names, read, dtypes):
+                filled[name] = sources
+                problem = difference(dense[name].read(), wanted, exact=not packed.keys() & set(sources))
+                if problem:
+                    found.add("load", f"{name} of the loaded model {problem} {_named(sources)} of the files")
+        except Exception as error:  # of rules of the loader on tensors that do not fit them
+            found.add("load", f"the files cannot be brought into the model: {loaded.first_line(error)}")
+            return
+        for name, source in _twins(self.model, dense, filled).items():
+            if not torch.equal(dense[name].read(), dense[source].read()):
+                found.add("load", f"{name} of the loaded model is not {source}, which it is tied to")
+            filled[name] = filled[source]
+        made_up = set(info["missing_keys"])
+        parameters = {name for name, _ in built.named_parameters(remove_duplicate=False)}
+        for name in dense:
+            if name not in filled and name not in made_up and name in parameters | set(self.model.parameters):
+                found.add("load", f"no tensor of the files fills {name} of the loaded model")
+        found.checked["tensors compared after loading"] = len(filled)
 
 
-def _check_values(
-    checkpoint: Checkpoint, layout: Layout, model: Model, built: Any, info: dict[str, Any], found: Verification
-) -> None:
-    """Faults of tensors of the model that are not what the files decode to, or that no tensor of them fills."""
-    loaded.decompress(built)
-    dense = loaded.dense_tensors(built, {p.name for p in model.parameters.values() if p.transposed})
-    packed = {weight.name: weight for weight in layout.weights}
-    parts = layout.part_names | {*layout.unlisted, *layout.activation_scales}
-    names = [n for n in checkpoint.tensors if n not in parts and n not in info["unexpected_keys"]] + list(packed)
-
-    def read(name: str) -> torch.Tensor:
-        return decoded(packed[name], checkpoint) if name in packed else checkpoint.read(name)
-
-    dtypes = {name: tensor().dtype for name, tensor in dense.items()}
-    names = [n for n in names if model.mapper.conversion(n)[0] in dtypes]
-    filled: dict[str, list[str]] = {}
-    for name, sources, wanted in assembled(model.built, model.mapper, names, read, dtypes):
-        filled[name] = sources
-        problem = difference(dense[name](), wanted, exact=not packed.keys() & set(sources))
-        if problem:
-            found.add("load", f"{name} of the loaded model {problem} {_named(sources)} of the files")
-    for name, source in _twins(model, dense, filled).items():
-        if not torch.equal(dense[name](), dense[source]()):
-            found.add("load", f"{name} of the loaded model is not {source}, which it is tied to")
-        filled[name] = filled[source]
-    made_up = set(info["missing_keys"])
-    parameters = {name for name, _ in built.named_parameters(remove_duplicate=False)}
-    for name in dense:
-        if name not in filled and name not in made_up and name in parameters | set(model.parameters):
-            found.add("load", f"no tensor of the files fills {name} of the loaded model")
-    found.checked["tensors compared after loading"] = len(filled)
-
-
-def _twins(model: Model, dense: Dense, filled: Mapping[str, Any]) -> dict[str, str]:
+def _twins(model: Model, dense: Mapping[str, Any], filled: Mapping[str, Any]) -> dict[str, str]:
     """Tensors that no tensor of the files fills -> one that is filled, and that the model's class ties them to."""
     groups: dict[str, set[str]] = {}
     for p in model.parameters.values():

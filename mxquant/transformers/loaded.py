@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import io
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -67,38 +69,38 @@ def decompress(model: Any) -> None:
             model.hf_quantizer.compressor.decompress_model(model)
 
 
-def dense_tensors(model: nn.Module, transposed: Collection[str]) -> dict[str, Callable[[], torch.Tensor]]:
-    """Parameters and persistent buffers by name, each read on demand; packed weights decoded, to fp32.
+class Held(NamedTuple):
+    """A tensor of a model as a dense model would hold it: its dtype, and a function that reads it."""
+
+    dtype: torch.dtype
+    read: Callable[[], torch.Tensor]
+
+
+def dense_tensors(model: nn.Module, transposed: Collection[str]) -> dict[str, Held]:
+    """Parameters and persistent buffers by name; packed weights are decoded when they are read, to fp32.
 
     ``transposed``: weights of layers that a dense model stores as ``[in, out]``.
     """
-    found: dict[str, Callable[[], torch.Tensor]] = {}
+    found: dict[str, Held] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, tensor in model.state_dict(keep_vars=True).items():
         path, _, leaf = name.rpartition(".")
         module = modules.get(path)
         if isinstance(module, QuantLinear) and leaf in module._buffers:
-            found[f"{path}.weight"] = _weight(module, f"{path}.weight" in transposed)
+            weight = f"{path}.weight"
+            found[weight] = Held(torch.float32, partial(_weight, module, weight in transposed))
         elif isinstance(module, QuantExperts) and leaf in module._buffers:
             if leaf in module.entries:
-                found[name] = _decoded(module, leaf)
+                found[name] = Held(torch.float32, partial(module.dequantize, leaf))
         elif hasattr(module, "quantization_scheme") and leaf not in ("weight", "bias"):
             continue  # scales that compressed-tensors keeps beside the decoded weight
         else:
-            found[name] = _held(tensor)
+            found[name] = Held(tensor.dtype, tensor.detach)
     return found
 
 
-def _weight(layer: QuantLinear, transposed: bool) -> Callable[[], torch.Tensor]:
-    return lambda: layer.dequantize().t() if transposed else layer.dequantize()
-
-
-def _decoded(experts: QuantExperts, name: str) -> Callable[[], torch.Tensor]:
-    return lambda: experts.dequantize(name)
-
-
-def _held(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    return lambda: tensor.detach()
+def _weight(layer: QuantLinear, transposed: bool) -> torch.Tensor:
+    return layer.dequantize().t() if transposed else layer.dequantize()
 
 
 def why_not_tokens(model: Any) -> str | None:
@@ -128,12 +130,20 @@ def run_on_tokens(model: Any) -> torch.Tensor:
     return output[0] if logits is None else logits
 
 
-def fails_alike(model: Any, error: Exception) -> bool:
-    """Whether a twin on the meta device fails the same way: then tokens are not enough for the class."""
+def fails_alike(model: Any, dtype: torch.dtype, error: Exception) -> bool:
+    """Whether a dense twin with random weights fails with such an error, too: then the checkpoint is not to blame.
+
+    ``model``: of the twin's class and config, which may be on the meta device.
+    """
+    config = copy.deepcopy(model.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
     try:
-        run_on_tokens(model)
+        with quiet(), torch.random.fork_rng(devices=[]):
+            twin = type(model)._from_config(config, dtype=dtype).eval()
+        run_on_tokens(twin)
     except Exception as other:  # of a model's own code, anything
-        return type(other) is type(error) and _line(other) == _line(error)
+        return type(other) is type(error)
     return False
 
 
