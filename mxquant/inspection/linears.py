@@ -1,4 +1,4 @@
-"""Whether the config names every layer that stays dense: by what loaders do with the model's layers.
+"""Whether packed and dense layers are where loaders expect them: every dense one named by the config, fused ones alike.
 
 The configs of compressed-tensors (``ignore``), ModelOpt (``exclude_modules``) and Quark (``exclude``) list what is
 dense, and loaders take everything else for packed. Of a linear layer that is neither, they drop the weight, and
@@ -9,11 +9,18 @@ from __future__ import annotations
 
 from torch import nn
 
+from mxquant.checkpoint.formats import native
 from mxquant.checkpoint.reader import Checkpoint
 from mxquant.inspection.agreement import Model
 from mxquant.inspection.faults import Verification
 from mxquant.inspection.layouts import Layout
+from mxquant.schemes.formats import QuantScheme
+from mxquant.transformers.kinds import Kind
 from mxquant.transformers.linears import loader_linears
+from mxquant.transformers.select import engine_problems
+
+# Matrices that engines have no linear layer for either.
+_NO_LINEARS = (Kind.EMBEDDING, Kind.NORM, Kind.CONVOLUTION)
 
 
 def check_linears(checkpoint: Checkpoint, layout: Layout, model: Model, found: Verification) -> None:
@@ -55,6 +62,20 @@ def check_linears(checkpoint: Checkpoint, layout: Layout, model: Model, found: V
             found.warnings.append(f"{name} is dense, and the config does not say so; an engine may expect it packed")
 
 
+def check_fused(checkpoint: Checkpoint, layout: Layout, found: Verification) -> None:
+    """Warnings of layers that engines fuse and that have not one format; of checkpoints that engines read."""
+    if layout.method in (None, native.QUANT_METHOD):
+        return
+    parts = layout.part_names
+    schemes: dict[str, QuantScheme | None] = {weight.module: weight.scheme for weight in layout.weights}
+    schemes |= {
+        _module(info.name): None
+        for info in checkpoint.tensors.values()
+        if info.name not in parts and info.name.endswith(".weight") and len(info.shape) == 2
+    }
+    found.warnings += [f"not read by vLLM and SGLang as it is: {problem}" for problem in engine_problems(schemes)]
+
+
 def _module(name: str) -> str:
     return name.removesuffix(".weight")
 
@@ -62,4 +83,4 @@ def _module(name: str) -> str:
 def _multiplies(model: Model, name: str) -> bool:
     """Whether engines may have a linear layer where the model has a matrix of some other kind, as routers are."""
     parameter = model.parameters.get(name)
-    return parameter is not None and parameter.kind not in ("embedding", "norm", "convolution")
+    return parameter is not None and parameter.kind not in _NO_LINEARS

@@ -24,6 +24,7 @@ from mxquant.inspection.faults import Verification
 from mxquant.inspection.layouts import Layout
 from mxquant.inspection.packed import PackedWeight
 from mxquant.transformers import loaded
+from mxquant.transformers.architectures import first_line
 from mxquant.transformers.assembled import assembled
 
 # Unless told to, a model is loaded only if it needs at most this share of the memory that is available.
@@ -120,7 +121,7 @@ class Loading:
             )
         except Exception as error:  # a loader that does not know what to do with the files raises anything
             found.checked["loaded"] = "failed"
-            found.add("load", f"{self.model.name} cannot be loaded: {loaded.first_line(error)}")
+            found.add("load", f"{self.model.name} cannot be loaded: {_line(error)}")
             return
         found.checked["loaded"] = type(built).__name__ + (" (by mxquant.load)" if keep_packed else "")
         self._check_info(info, found)
@@ -150,10 +151,10 @@ class Loading:
             output = loaded.run_on_tokens(built)
         except Exception as error:  # of a model's own code, anything
             if loaded.fails_alike(self.model.built, built.dtype, error):
-                found.checked["forward"] = f"no (a dense {self.model.name} fails as well: {loaded.first_line(error)})"
+                found.checked["forward"] = f"no (a dense {self.model.name} fails as well: {_line(error)})"
                 return
             found.checked["forward"] = "failed"
-            found.add("load", f"the loaded model fails at its first tokens: {loaded.first_line(error)}")
+            found.add("load", f"the loaded model fails at its first tokens: {_line(error)}")
             return
         found.checked["forward"] = "yes"
         bad = int((~output.isfinite()).sum())
@@ -181,7 +182,7 @@ class Loading:
                 if problem:
                     found.add("load", f"{name} of the loaded model {problem} {_named(sources)} of the files")
         except Exception as error:  # of rules of the loader on tensors that do not fit them
-            found.add("load", f"the files cannot be brought into the model: {loaded.first_line(error)}")
+            found.add("load", f"the files cannot be brought into the model: {_line(error)}")
             return
         for name, source in _twins(self.model, dense, filled).items():
             if not torch.equal(dense[name].read(), dense[source].read()):
@@ -234,6 +235,10 @@ def difference(held: torch.Tensor, wanted: torch.Tensor, *, exact: bool) -> str 
     # NaN compares false.
     wrong = int((~((a - b).abs() <= bound) & ~((a == b) | (a.isnan() & b.isnan()))).sum())
     return f"differs in {wrong} of {held.numel()} values from" if wrong else None
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def _named(names: list[str]) -> str:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
-import io
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,10 +17,10 @@ from mxquant.checkpoint.reader import read_config
 from mxquant.errors import CheckpointError
 from mxquant.nn.quant_linear import QuantLinear
 from mxquant.transformers import register
-from mxquant.transformers.architectures import _line, _silent
 from mxquant.transformers.classes import auto_class
 from mxquant.transformers.experts import QuantExperts
 from mxquant.transformers.loading import load
+from mxquant.transformers.trial import quiet
 
 # Tokens of the forward pass: enough for every kind of mask, few enough for any model.
 _TOKENS = 8
@@ -159,24 +157,3 @@ def _tokens(config: Any) -> torch.Tensor:
     if not plain:
         raise CheckpointError("the config names every token of the vocabulary")
     return torch.tensor([[plain[i % len(plain)] for i in range(_TOKENS)]])
-
-
-def first_line(error: Exception) -> str:
-    """An error of someone else's code in one line."""
-    return f"{type(error).__name__}: {_line(error)}"
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Without the progress bars and warnings of loaders."""
-    logger: Any = None
-    with contextlib.suppress(ImportError):
-        from loguru import logger  # what compressed-tensors logs with; it remembers the stderr of its import
-    if logger is not None:
-        logger.disable("compressed_tensors")
-    try:
-        with _silent(), contextlib.redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        if logger is not None:
-            logger.enable("compressed_tensors")
