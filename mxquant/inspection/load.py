@@ -125,8 +125,9 @@ class Loading:
             return
         found.checked["loaded"] = type(built).__name__ + (" (by mxquant.load)" if keep_packed else "")
         self._check_info(info, found)
+        loaded.decompress(built)
+        self._check_values(built, info, found)  # first, as some models change their weights when they run
         self._check_forward(built, found)
-        self._check_values(built, info, found)
 
     def _check_info(self, info: dict[str, Any], found: Verification) -> None:
         """Faults that the loader itself reports. Dense tensors that it has no use for are warnings elsewhere."""
@@ -163,7 +164,6 @@ class Loading:
 
     def _check_values(self, built: Any, info: dict[str, Any], found: Verification) -> None:
         """Faults of tensors of the model that are not what the files decode to, or that no tensor of them fills."""
-        loaded.decompress(built)
         dense = loaded.dense_tensors(built, {p.name for p in self.model.parameters.values() if p.transposed})
         packed = {weight.name: weight for weight in self.layout.weights}
         parts = self.layout.part_names | {*self.layout.unlisted, *self.layout.activation_scales}

@@ -241,13 +241,9 @@ SHARED = """
         two.weight = one.weight
 """
 DROPPED = """
-    _keys_to_ignore_on_load_unexpected = ["extra"]
-    _keys_to_ignore_on_load_missing = ["extra"]
+        self.extra = torch.nn.Linear(4, 4)
 
-    def _init_weights(self, module):
-        super()._init_weights(module)
-        if isinstance(module, DoubledLinear):
-            torch.nn.init.ones_(self.extra.weight)
+    _keys_to_ignore_on_load_missing = ["extra"]
 """
 
 
@@ -288,13 +284,7 @@ def test_layers_that_a_class_ties_by_accident_are_found(tmp_path, modules_cache)
 
 def test_a_parameter_that_a_class_fills_itself_is_found(tmp_path, modules_cache):
     """Its class has the loader not report it, so nobody else does."""
-    code = DROPPED.replace("    def _init", "    extra = None\n\n    def _init")
-    source = with_code(save(llama(), tmp_path / "source"), "Dropped", code)
-    text = (source / "modeling_dropped.py").read_text()
-    text = text.replace(
-        "        self.post_init()", "        self.extra = torch.nn.Linear(4, 4)\n        self.post_init()"
-    )
-    (source / "modeling_dropped.py").write_text(text.replace("    extra = None\n", ""))
+    source = with_code(save(llama(), tmp_path / "source"), "Dropped", DROPPED)
     found = messages(source, load=True, trust_remote_code=True)
     assert "load: no tensor of the files fills extra.weight of the loaded model" in found
 
@@ -315,7 +305,9 @@ def test_global_scales_of_latent_attention_must_agree(make_checkpoint, tmp_path)
     assert not kinds(tmp_path / "q")
     name = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight_global_scale"
     with_tensors(tmp_path / "q", lambda t: t.update({name: 2 * t[name]}))
-    assert re.search(r"groups: engines fuse .*q_a_proj .*kv_a_proj_with_mqa", messages(tmp_path / "q"))
+    found = messages(tmp_path / "q")
+    assert re.search(r"groups: engines fuse .*\bq_a_proj ", found)
+    assert re.search(r"groups: engines fuse .*\bkv_a_proj_with_mqa ", found)
 
 
 def test_a_fused_layer_that_is_dense_in_part_is_a_warning(tmp_path):
@@ -376,11 +368,12 @@ def test_a_model_that_compressed_tensors_cannot_hold_is_found(make, packed, igno
     assert kinds(folder) == {"load"}
 
 
-def test_weights_that_a_model_changes_as_it_runs_are_found(tmp_path):
-    """RWKV divides matrices by powers of two when it runs, which bytes of a packed weight do not survive."""
-    folder = save(rwkv(), tmp_path / "source")
-    found = verify_checkpoint(folder, load=True)
-    assert not found.faults  # dense ones do
+def test_weights_are_compared_before_a_model_changes_them(tmp_path):
+    """RWKV divides some of its matrices by powers of two when it runs."""
+    torch.manual_seed(0)
+    found = verify_checkpoint(save(rwkv(), tmp_path / "source"), load=True)
+    assert not found.faults
+    assert found.checked["forward"] == "yes"
 
 
 def test_experts_that_only_others_stack_are_a_warning(tmp_path):
@@ -466,7 +459,7 @@ def test_what_transformers_cannot_load_is_said(sources, tmp_path):
     for excluded, fine in [(["lm_head"], True), (["*head"], True), ([], False)]:
         edited(tmp_path / "q", lambda c, e=excluded: c.update(quantization_config={**said, "exclude_modules": e}))
         found = verify_checkpoint(tmp_path / "q")
-        assert found.checked["loaded"].startswith("no (transformers loads no modelopt") == fine
+        assert found.checked["loaded"].startswith("no (transformers loads no modelopt")
         assert ("config: lm_head.weight is dense" in "\n".join(map(str, found.faults))) == (not fine)
     result = CliRunner().invoke(main, ["verify", str(tmp_path / "q"), "--load"])
     assert result.exit_code == 1
