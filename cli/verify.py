@@ -66,6 +66,9 @@ def verify_command(
     the source byte for byte, and layers are dequantized: their error must be what the report says and, where mxquant
     wrote them, quantizing again must give the same bytes.
 
+    With --load, the model is loaded as its users load it: no parameter may be missing or differ from what the files
+    hold, and its first logits must be numbers.
+
     Warnings are about what is right but may not run, such as shapes that kernels of vLLM do not take.
     """
     if everything and source is None:

@@ -27,9 +27,6 @@ def check_config(checkpoint: Checkpoint, layout: Layout, found: Verification) ->
         found.add("config", f"the config lists {pattern}, and the files hold no such packed weight")
     for name in layout.unlisted:
         found.add("config", f"{name} is a part of a packed weight that the config does not list")
-    for name in layout.stale[:1]:
-        more = f" and {len(layout.stale) - 1} more" if len(layout.stale) > 1 else ""
-        found.warnings.append(f"the config keeps {name}{more} dense, and the files hold no such module")
     if layout.method is not None and not layout.weights:
         found.add("config", f"the config says {layout.method}, and no tensor is packed")
     whole = []

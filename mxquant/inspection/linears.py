@@ -59,6 +59,15 @@ def check_linears(checkpoint: Checkpoint, layout: Layout, model: Model, found: V
             found.warnings.append(f"{name} is dense, and the config does not say so; an engine may expect it packed")
 
 
+def check_stale(layout: Layout, model: Model | None, found: Verification) -> None:
+    """A warning of names that the config keeps dense and that neither the files nor the model have."""
+    modules = set() if model is None else {name for name, _ in model.built.named_modules()}
+    stale = [name for name in layout.stale if name not in modules]
+    if stale:
+        more = f" and {len(stale) - 1} more" if len(stale) > 1 else ""
+        found.warnings.append(f"the config keeps {stale[0]}{more} dense, and the files hold no such module")
+
+
 def check_fused(checkpoint: Checkpoint, layout: Layout, found: Verification) -> None:
     """Warnings of layers that engines fuse and that have not one format; of checkpoints that engines read."""
     if layout.method in (None, native.QUANT_METHOD):

@@ -10,7 +10,7 @@ from mxquant.inspection.agreement import Model, check_config, check_groups, chec
 from mxquant.inspection.faults import Verification
 from mxquant.inspection.files import check_files
 from mxquant.inspection.layouts import Layout, UnknownFormatError, find_layout
-from mxquant.inspection.linears import check_fused, check_linears
+from mxquant.inspection.linears import check_fused, check_linears, check_stale
 from mxquant.inspection.lint import lint
 from mxquant.inspection.load import check_load
 from mxquant.inspection.source import SourceComparison, check_dense_tensors, open_source, sample
@@ -97,6 +97,7 @@ def _check(
     compared = sample(whole, samples) if source is not None else []
     steps = len(whole) + len(others) + (len(others) + len(compared) if source is not None else 0)
     advance = Steps(steps, progress)
+    check_stale(layout, model, found)
     check_fused(checkpoint, layout, found)
     check_groups(checkpoint, whole, model, found)
     found.warnings += lint(layout.weights, layout.method)
