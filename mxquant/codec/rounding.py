@@ -269,8 +269,9 @@ def _stats(
     scheme: QuantScheme,
 ) -> QuantStats:
     zero, subnormal = count_small_scales(scale, amax, scheme.scale_format)
-    error = values.mul_(effective).sub_(blocks.abs()).flatten()
-    flat = x.view(-1)
+    # Squares of what is very small or very large leave the range of fp32.
+    error = values.mul_(effective).sub_(blocks.abs()).flatten().to(torch.float64)
+    flat = x.view(-1).to(torch.float64)
     return QuantStats(
         elements=x.numel(),
         blocks=amax.numel(),
