@@ -216,6 +216,9 @@ class NameMapper:
             if pattern is not None:
                 first, *others = self._by_pattern[pattern].target_patterns
                 present |= {target.replace(first, other) for other in others}
+        parameters = list(parameters)
+        # The loader fills all that are tied to each other from any one of them.
+        present |= {p.tied_to for p in parameters if p.tied_to is not None and p.name in present}
         for p in parameters:
             if p.name not in present and p.tied_to is None:
                 yield p.name

@@ -136,6 +136,14 @@ def test_a_dense_checkpoint_is_loaded_too(sources):
     assert found.checked["tensors compared after loading"] == 21
 
 
+def test_a_tied_embedding_may_be_stored_under_the_name_of_the_head(tmp_path):
+    source = save(llama(tie_word_embeddings=True), tmp_path / "source")
+    with_tensors(source, lambda t: t.update({"lm_head.weight": t.pop("model.embed_tokens.weight")}))
+    found = verify_checkpoint(source, load=True)
+    assert not found.faults
+    assert found.checked["forward"] == "yes"
+
+
 # --- layers that the config does not name ---------------------------------------------------------
 
 
