@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from mxquant.checkpoint.formats import compressed_tensors, native, registry
 from mxquant.checkpoint.formats.packed import PackedWeight
 from mxquant.checkpoint.layout import OutputTensor
@@ -25,6 +23,7 @@ from mxquant.transformers.architectures import NameMapper, build_meta_model
 from mxquant.transformers.behaviour import Behaviour, watch
 from mxquant.transformers.classes import auto_class
 from mxquant.transformers.kinds import Kind
+from mxquant.transformers.linears import loader_linears
 from mxquant.transformers.select import engine_problems
 from mxquant.transformers.trial import why_not_loadable
 
@@ -268,5 +267,5 @@ def _dense_layers(tensors: Iterable[TensorPlan], model: Any, mapper: NameMapper)
         if not t.scheme and t.name.endswith(".weight") and len(t.shape) == 2 and t.kind is not Kind.EMBEDDING
     }
     known = {*packed, *names.values()}
-    names |= {n: n for n, module in model.named_modules() if isinstance(module, nn.Linear) and n not in known}
+    names |= {n: n for n in loader_linears(model) if n not in known}
     return sorted(set(compressed_tensors.ignored(names, packed)))
