@@ -11,6 +11,7 @@ from mxquant.checkpoint.formats import compressed_tensors, native
 from mxquant.checkpoint.layout import INDEX_NAME, OutputTensor
 from mxquant.checkpoint.reader import Checkpoint, TensorInfo, resolve_source
 from mxquant.checkpoint.writer import DTYPE_NAMES, index_json, plan_shards, shard_names
+from mxquant.codec.qtensor import QTensor
 from mxquant.convert.card.files import restore_card
 from mxquant.convert.output import (
     carry_side_files,
@@ -22,7 +23,7 @@ from mxquant.convert.output import (
 )
 from mxquant.convert.pipeline import DEFAULT_SHARD_BYTES, Progress
 from mxquant.errors import CheckpointError
-from mxquant.ops.operators import QTensor
+from mxquant.ops.operators import dequantize
 from mxquant.schemes.formats import QuantScheme
 from mxquant.transformers.matching import header_problems
 
@@ -138,7 +139,7 @@ class _Reader:
             q = QTensor(packed, scale, global_scale, entry.shape, entry.scheme)
         except (ValueError, RuntimeError) as error:
             raise CheckpointError(f"{entry.name}: {error}") from error
-        weight = q.dequantize(self._dtype)
+        weight = dequantize(q, self._dtype)
         return weight.t().contiguous() if entry.transposed else weight
 
     def _part(self, name: str) -> torch.Tensor:

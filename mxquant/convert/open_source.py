@@ -10,6 +10,7 @@ from mxquant.checkpoint.formats.gpt_oss import GptOssCheckpoint, is_gpt_oss
 from mxquant.checkpoint.layout import INDEX_NAME, SINGLE_NAME
 from mxquant.checkpoint.reader import Checkpoint, read_config, resolve_source
 from mxquant.errors import CheckpointError
+from mxquant.ops.operators import dequantize
 from mxquant.transformers.gguf import GgufCheckpoint
 
 
@@ -31,7 +32,7 @@ def open_source(source: str | Path, *, revision: str | None = None) -> Checkpoin
             return pytorch.PytorchCheckpoint(folder)
         if not any(folder.glob(Checkpoint.pattern)):
             return _other_than_safetensors(folder)
-    return GptOssCheckpoint(folder) if is_gpt_oss(read_config(folder)) else Checkpoint(folder)
+    return GptOssCheckpoint(folder, dequantize) if is_gpt_oss(read_config(folder)) else Checkpoint(folder)
 
 
 def _has(folder: Path, *names: str) -> bool:

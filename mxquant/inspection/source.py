@@ -11,11 +11,10 @@ from pathlib import Path
 
 import torch
 
-import mxquant.ops.operators  # noqa: F401  (brings the kernels)
 from mxquant.checkpoint.formats import compressed_tensors, gpt_oss, native
 from mxquant.checkpoint.layout import FLOAT_DTYPES, REPORT_NAME
 from mxquant.checkpoint.reader import Checkpoint
-from mxquant.codec.rounding import quantize_tensor, tensor_amax
+from mxquant.codec.rounding import tensor_amax
 from mxquant.codec.scaling import global_scale_for
 from mxquant.convert import open_source as sources
 from mxquant.errors import CheckpointError, WeightError
@@ -23,6 +22,7 @@ from mxquant.inspection.faults import Verification
 from mxquant.inspection.layouts import Layout, quantization_of
 from mxquant.inspection.packed import Matrix, PackedWeight
 from mxquant.inspection.summary import Steps
+from mxquant.ops.operators import quantize_tensor
 from mxquant.schemes.formats import QuantScheme
 
 # Without a report to compare with: no rounding to the nearest element comes near this error.

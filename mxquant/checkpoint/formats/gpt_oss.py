@@ -8,12 +8,12 @@ value is a bfloat16 number, so decoding loses nothing; one expert is decoded at 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import mxquant.ops.operators  # noqa: F401  (QTensor.dequantize calls an operator)
 from mxquant.checkpoint.reader import Checkpoint, TensorInfo
 from mxquant.codec.qtensor import QTensor
 from mxquant.errors import CheckpointError
@@ -33,11 +33,13 @@ def is_gpt_oss(config: dict[str, Any]) -> bool:
 class GptOssCheckpoint(Checkpoint):
     """``tensors`` and ``read`` give the dense bfloat16 tensors that the packed ones stand for.
 
-    Raises ``CheckpointError`` for blocks without scales and for shapes that do not fit each other.
+    ``decode(q, dtype)``: makes the dense weight. Raises ``CheckpointError`` for blocks without scales
+    and for shapes that do not fit each other.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, decode: Callable[[QTensor, torch.dtype], torch.Tensor] = QTensor.dequantize):
         super().__init__(folder)
+        self._decode = decode
         self._packed: dict[str, tuple[int, int]] = {}
         tensors = {}
         for name, info in self.tensors.items():
@@ -63,7 +65,7 @@ class GptOssCheckpoint(Checkpoint):
         rows, columns = self._packed[name]
         packed = self._get(f"{name}{_BLOCKS}")[index].reshape(rows, columns // 2)
         q = QTensor(packed, self._get(f"{name}{_SCALES}")[index], None, (rows, columns), _SCHEME)
-        return q.dequantize(torch.bfloat16).t()
+        return self._decode(q, torch.bfloat16).t()
 
     def _decoded(self, info: TensorInfo) -> TensorInfo | None:
         """The dense tensor that the blocks ``info`` stand for; None if they are no blocks."""
