@@ -29,10 +29,10 @@ class PreparedLinear(Protocol):
         """The product; None for activations that the kernel does not take."""
 
 
-class Backend(Protocol):
+class Backend:
     """Kernels that compute operations of :mod:`mxquant.ops.operators` on one kind of device.
 
-    A backend subclasses this and overrides the operations it has; :meth:`why_not` must refuse the
+    A backend is a subclass that overrides the operations it has; its :meth:`why_not` refuses the
     others. Results are those of the reference: bit for bit where codes or decoded weights are made.
 
     In all operations ``packed``, ``scale`` and ``global_scale`` are the parts of a
@@ -62,7 +62,7 @@ class Backend(Protocol):
         meta device. ``dtype``: the result's (dequantize). ``activations``, ``per_token``: the format
         of the activations (quantized_linear).
         """
-        ...
+        raise NotImplementedError
 
     def describe(self, operation: Operation, x: torch.Tensor | None = None, scheme: QuantScheme | None = None) -> str:
         """Which kernel serves a call that :meth:`why_not` has no objection to, as far as ``x`` and scheme say."""

@@ -19,7 +19,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SCALES = ("e8m0", "e4m3", "ue5m3", "ue5m3-61440")
 _OLDEST = (8, 0)
 # Formats that tensor cores multiply by themselves, and the chips that do.
-NATIVE = {
+NATIVE: dict[tuple[str, str, int | tuple[int, int]], tuple[str, ...]] = {
     ("fp4_e2m1", "e8m0", 32): ("sm_100", "sm_103", "sm_120", "gfx950"),
     ("fp4_e2m1", "e4m3", 16): ("sm_100", "sm_103", "sm_120"),
 }
