@@ -88,6 +88,13 @@ def test_a_model_is_quantized_by_a_new_rule(scheme, make_checkpoint, tmp_path):
     assert after[name].any()
 
 
+def test_theory_samples_the_error_of_a_new_rule(scheme):
+    sigma = 1 / 32
+    w = torch.randn(512, 512, generator=torch.Generator().manual_seed(1)) * sigma
+    measured = float((nearest_elements(w) - w).double().square().mean()) / sigma**2
+    assert mxquant.theory.mse(scheme, sigma=sigma) == pytest.approx(measured, rel=0.03)
+
+
 def test_every_rule_of_a_format_has_a_row():
     for name, fmt in formats.SCALES.items():
         for rule in fmt.rules:
