@@ -14,16 +14,14 @@ from typing import Any
 import torch
 
 from mxquant.codec.qtensor import QTensor
-from mxquant.convert.plan import MAX_DENSE_SHARE
 from mxquant.errors import MXQuantError
 from mxquant.evals import experts
 from mxquant.evals.models import EvalModel, answering, takes_positions
 from mxquant.ops.operators import dequantize, quantize_activations
 from mxquant.schemes.activations import ActivationScheme
 from mxquant.transformers.architectures import inventory
-
-# Kinds of matrices that are left alone on purpose; see :class:`mxquant.transformers.architectures.Parameter`.
-_LEFT_ALONE = ("embedding", "output head", "norm", "bias", "convolution", "router")
+from mxquant.transformers.kinds import Kind
+from mxquant.transformers.select import Kept, dense_by_accident, selected_by_default
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,22 +63,16 @@ def linear_weights(model: Any) -> list[LinearWeight]:
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     modules = dict(model.named_modules(remove_duplicate=False))
-    found, left, total = [], [], 0
-    for p in inventory(model):
-        tensor, module = parameters[p.name], modules[p.module]
-        if p.quantizable:
-            found.append(LinearWeight(p.name, tensor, p.transposed, module))
-        elif experts.holds(module, p.name):
-            found.append(LinearWeight(p.name, tensor, experts.is_transposed(module), module))
-        elif tensor.ndim > 1 and p.kind not in _LEFT_ALONE:
-            left.append((tensor.numel(), p.name, p.reason))
-        else:
-            continue
-        total += tensor.numel()
-    missed = sum(size for size, _, _ in left)
-    if missed > MAX_DENSE_SHARE * total:
-        _, name, reason = max(left)
-        raise MXQuantError(f"{missed / total:.0%} of the weights in matrices would stay dense, e.g. {name} ({reason})")
+    every = inventory(model)
+    chosen = [
+        p for p in selected_by_default(every) if p.kind is Kind.LINEAR or experts.holds(modules[p.module], p.name)
+    ]
+    matrices = [p for p in every if parameters[p.name].ndim > 1 and not p.kind.expected and p.tied_to is None]
+    kept = [Kept(p.name, parameters[p.name].numel(), p.reason or str(p.kind)) for p in matrices if p not in chosen]
+    if accident := dense_by_accident(kept, sum(parameters[p.name].numel() for p in matrices)):
+        share, (name, _, reason) = accident
+        raise MXQuantError(f"{share:.0%} of the weights in matrices would stay dense, e.g. {name} ({reason})")
+    found = [LinearWeight(p.name, parameters[p.name], p.transposed, modules[p.module]) for p in chosen]
     if not found:
         raise MXQuantError("the model has no linear layers to quantize")
     return found

@@ -19,7 +19,7 @@ from mxquant.evals.perplexity import Perplexity, evaluate
 from mxquant.evals.sweep.grid import CellSpec
 from mxquant.ops.operators import quantize_rows
 from mxquant.schemes.formats import QuantScheme
-from mxquant.transformers.architectures import fused_group
+from mxquant.transformers.fused import fused_groups
 
 if TYPE_CHECKING:
     from mxquant.evals.tasks import TaskSet
@@ -159,9 +159,10 @@ def quantize_weights(
 def _global_amax(linears: Sequence[LinearWeight]) -> dict[tuple[str, int], torch.Tensor]:
     """The largest magnitude that each matrix's global scale is made for."""
     own, groups = {}, {}
+    fused = fused_groups(linear.name.removesuffix(".weight") for linear in linears)
     for linear in linears:
         for number, matrix in enumerate(linear.matrices):
-            group = fused_group(linear.name.removesuffix(".weight")) or linear.name, number
+            group = fused.get(linear.name.removesuffix(".weight"), linear.name), number
             own[linear.name, number] = group
             amax = tensor_amax(matrix)
             groups[group] = torch.maximum(groups.get(group, amax), amax.to(groups.get(group, amax).device))

@@ -12,7 +12,6 @@ from mxquant.analysis.defaults import BUDGET, BUDGETS
 from mxquant.analysis.diagnosis import TIE, Diagnosis, Mix
 from mxquant.analysis.measure import MatrixErrors
 from mxquant.analysis.words import name, percent
-from mxquant.convert.plan import KNOWN_KINDS
 from mxquant.schemes.formats import QuantScheme
 
 # Errors of projections that differ by less are not worth a word.
@@ -183,7 +182,7 @@ def _gaussian(d: Diagnosis) -> Iterator[str]:
 
 
 def _caveats(d: Diagnosis) -> Iterator[str]:
-    dense = [t for t in d.plan.dense if len(t.shape) > 1 and t.kind not in KNOWN_KINDS]
+    dense = [t for t in d.plan.dense if len(t.shape) > 1 and not t.kind.expected]
     if dense:
         largest = max(dense, key=lambda t: t.parameters)
         yield (

@@ -40,10 +40,11 @@ from mxquant.ops import backends
 from mxquant.ops.operators import quantize_rows
 from mxquant.schemes.formats import QuantScheme
 from mxquant.schemes.recipe import QuantRecipe
+from mxquant.transformers.kinds import Kind
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 # Kinds of tensors that may well hold infinities, such as masks.
-_NO_WEIGHTS = ("buffer", "ignored", "unknown")
+_NO_WEIGHTS = (Kind.BUFFER, Kind.IGNORED, Kind.UNKNOWN)
 # Called with a tensor's name and how many of its parameters are done since the last call.
 Progress = Callable[[str, int], None]
 # Called with a sentence for the user.
@@ -187,7 +188,7 @@ def _build(checkpoint: Checkpoint, run: _Run, manifest: Manifest, folder: Path, 
         data = report.to_file()
         (folder / REPORT_NAME).write_text(json.dumps(data, indent=2) + "\n")
         write_card(folder, data)
-        config = {**checkpoint.config, "quantization_config": plan.quantization_config}
+        config = {**checkpoint.config, **plan.config_changes, "quantization_config": plan.quantization_config}
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     report.seconds = time.perf_counter() - started
     report.base_bytes, report.peak_bytes = memory.start, memory.peak

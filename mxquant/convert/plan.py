@@ -2,49 +2,37 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import nn
 
 from mxquant.checkpoint.formats import compressed_tensors, native
 from mxquant.checkpoint.formats.gpt_oss import GptOssCheckpoint
-from mxquant.checkpoint.layout import FLOAT_DTYPES, OutputTensor
-from mxquant.checkpoint.reader import Checkpoint, TensorInfo
+from mxquant.checkpoint.layout import OutputTensor
+from mxquant.checkpoint.reader import Checkpoint
 from mxquant.checkpoint.writer import DTYPE_NAMES, plan_shards
 from mxquant.codec.numerics import scale_dtype
 from mxquant.codec.qtensor import CHUNK_ELEMENTS
+from mxquant.convert.decide import decide
 from mxquant.convert.tensor_plan import TensorPlan
 from mxquant.errors import CheckpointError, PlanError
 from mxquant.schemes.activations import NONE
 from mxquant.schemes.formats import QuantScheme
 from mxquant.schemes.recipe import QuantRecipe, activations_text
-from mxquant.transformers.architectures import KEPT, NameMapper, Parameter, build_meta_model, fused_group, inventory
+from mxquant.transformers.architectures import NameMapper, build_meta_model
+from mxquant.transformers.behaviour import Behaviour, watch
 from mxquant.transformers.classes import auto_class
-from mxquant.transformers.mixtures import Layout, Piece, Place, layout, problems_of
-from mxquant.transformers.parts import OUTSIDE, OUTSIDE_REASON, STATE_SPACE, needs_plain_weights
+from mxquant.transformers.kinds import Kind
+from mxquant.transformers.select import engine_problems
+from mxquant.transformers.trial import why_not_loadable
 
-MAX_DENSE_SHARE = 0.05
-# What stays dense unless named, as everybody expects.
-KNOWN_KINDS = (
-    "embedding",
-    "output head",
-    "norm",
-    "bias",
-    "convolution",
-    "router",
-    "buffer",
-    "ignored",
-    KEPT,
-    STATE_SPACE,
-    OUTSIDE,
-    OUTSIDE_REASON,
-)
-# Kinds of parameters that are quantized unless a rule says otherwise.
-_QUANTIZED = ("linear", "experts")
+_BF16 = "bfloat16"
+# What configs call the dtype, today and before.
+_DTYPE_KEYS = ("dtype", "torch_dtype")
+
 # fp32 working copies of one chunk that live at once, measured generously.
 _CHUNK_COPIES = 16
 
@@ -57,6 +45,7 @@ class QuantPlan:
     ``activations``, ``kv_cache``: what the output's config asks for when it runs, as text.
     ``auto_class``: the class of transformers that loads the output.
     ``held_bytes``: of the source's weights in memory, 0 where its files are mapped.
+    ``config_changes``: fields of ``config.json`` that differ from the source's, besides ``quantization_config``.
     """
 
     source: Path
@@ -71,6 +60,7 @@ class QuantPlan:
     kv_cache: str = NONE
     auto_class: str = "AutoModelForCausalLM"
     held_bytes: int = 0
+    config_changes: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
     @property
@@ -134,72 +124,36 @@ def make_plan(
     """Decide what happens to every tensor, from headers and the model class alone.
 
     Raises ``PlanError`` with *all* problems found: a quantized source, an unknown architecture,
-    missing tensors, rules that match nothing, layers left dense by accident.
+    missing tensors, rules that match nothing, layers left dense by accident, a model that would not load.
     """
     check_not_quantized(checkpoint)
     model = build_meta_model(checkpoint.folder, trust_remote_code=trust_remote_code)
-    parameters = {p.name: p for p in inventory(model)}
-    mapper = NameMapper(model)
-    twice = _stored_twice(checkpoint, parameters, mapper)
-    tensors, problems = _decide(checkpoint, recipe, parameters, mapper)
-    tensors = [t for t in tensors if t.name not in twice]
-    missing = list(mapper.missing(checkpoint.tensors, parameters.values()))
-    if missing:
-        problems.append(_lacks(checkpoint, missing, tensors, type(model).__name__))
-    if not problems:
-        problems += _check_coverage(tensors, recipe, allow_dense)
-    if problems:
-        raise PlanError(problems)
-    on_disk, why = _choose_format([t for t in tensors if t.scheme], recipe, needs_plain_weights(model))
-    for t in tensors:
-        t.outputs = _outputs(t, on_disk)
-    shards = plan_shards([t.outputs for t in tensors], max_shard_bytes)
-    config = _quantization_config(tensors, on_disk, recipe, mapper)
-    present = {mapper(name) for name in checkpoint.tensors if name not in twice}
-    tied = {p.name: p.tied_to for p in parameters.values() if p.tied_to and p.name not in present}
+    seen = watch(model)
+    decided = decide(checkpoint, recipe, model, seen, allow_dense=allow_dense)
+    tensors, mapper = decided.tensors, decided.mapper
+    on_disk, why, config = _container(checkpoint, tensors, recipe, model, mapper, seen)
+    warnings = engine_problems(decided.linear_schemes()) if on_disk == compressed_tensors.QUANT_METHOD else []
+    changes = _config_changes(checkpoint, on_disk)
+    if on_disk == compressed_tensors.QUANT_METHOD:
+        readers = "transformers" if warnings else "vLLM, SGLang and transformers"
+        as_bf16 = " (which compute it in bfloat16)" if changes else ""
+        why = f"{why}: read by {readers} without mxquant{as_bf16}"
     return QuantPlan(
         checkpoint.source,
         tensors,
         on_disk,
         why,
-        shards,
+        plan_shards([t.outputs for t in tensors], max_shard_bytes),
         config,
         checkpoint.nbytes,
-        tied,
+        decided.tied,
         activations=activations_text(recipe.activations),
         kv_cache=activations_text(recipe.kv_cache),
         auto_class=auto_class(checkpoint.config).__name__,
         held_bytes=checkpoint.held_bytes,
+        config_changes=changes,
+        warnings=warnings,
     )
-
-
-def _lacks(checkpoint: Checkpoint, missing: list[str], tensors: list[TensorPlan], model: str) -> str:
-    more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-    other = next((f"; it holds {t.name}, which {model} does not know" for t in tensors if t.kind == "unknown"), "")
-    return f"{checkpoint.folder} lacks {', '.join(missing[:3])}{more}, which {model} needs{other}"
-
-
-def _stored_twice(checkpoint: Checkpoint, parameters: dict[str, Parameter], mapper: NameMapper) -> set[str]:
-    """Tensors that the model ties to another one which the files hold as well, with the same bytes.
-
-    They are written once. Layers with other bytes are layers of their own, in ``parameters`` too: the
-    loader will not tie them.
-    """
-    names = {mapper(name): name for name in checkpoint.tensors}
-    found = set()
-    for target, name in names.items():
-        parameter = parameters.get(target or "")
-        twin = names.get(parameter.tied_to) if parameter and parameter.tied_to else None
-        if parameter is None or twin is None:
-            continue
-        if checkpoint.tensors[name].shape == checkpoint.tensors[twin].shape:
-            one, other = checkpoint.read(name), checkpoint.read(twin)
-            if one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
-                found.add(name)
-                continue
-        if parameter.kind == "linear":
-            parameters[parameter.name] = replace(parameter, tied_to=None)
-    return found
 
 
 def check_not_quantized(checkpoint: Checkpoint) -> None:
@@ -218,145 +172,74 @@ def check_not_quantized(checkpoint: Checkpoint) -> None:
         )
 
 
-def _decide(
-    checkpoint: Checkpoint, recipe: QuantRecipe, parameters: dict[str, Parameter], mapper: NameMapper
-) -> tuple[list[TensorPlan], list[str]]:
-    tensors: list[TensorPlan] = []
-    problems: list[str] = []
-    misfits: list[str] = []
-    for info in checkpoint.tensors.values():
-        place = mapper.place(info.name)
-        parameter = parameters.get(place.parameter) if place else None
-        if place and parameter and parameter.kind == "experts":
-            tensors.append(_experts_plan(info, place, parameter, recipe, problems))
-            continue
-        if place and place.is_whole and not parameter:
-            tensors.append(TensorPlan(info.name, info.dtype, info.shape, "buffer", None, "buffer"))
-            continue
-        if place is None and mapper.ignores(info.name):
-            tensors.append(TensorPlan(info.name, info.dtype, info.shape, "ignored", None, "ignored by the model class"))
-            continue
-        if not (place and parameter and place.is_whole):
-            reason = "not a parameter of the model class, or only a part of one"
-            tensors.append(TensorPlan(info.name, info.dtype, info.shape, "unknown", None, reason))
-            continue
-        stored = parameter.shape[::-1] if parameter.transposed else parameter.shape
-        if info.shape != stored:
-            misfits.append(f"{info.name}: {list(info.shape)} in the file, but the config says {list(stored)}")
-            continue
-        scheme, reason = _scheme_for(info.name, info.dtype, parameter, recipe, problems)
-        group = fused_group(info.name.removesuffix(".weight")) if scheme and scheme.global_scale else None
-        kind, transposed = parameter.kind, parameter.transposed
-        tensors.append(TensorPlan(info.name, info.dtype, info.shape, kind, scheme, reason, transposed, group))
-    if misfits:  # of a config that is another model's there are hundreds
-        problems.append(misfits[0] + (f" (and {len(misfits) - 1} more like it)" if len(misfits) > 1 else ""))
-    names = [t.module for t in tensors if t.name.endswith(".weight") or t.kind == "experts"]
-    problems += [f"pattern {p!r} matches no module of the model" for p in recipe.unused_patterns(names)]
-    return tensors, problems + _check_experts(tensors, parameters)
+def _container(
+    checkpoint: Checkpoint,
+    tensors: list[TensorPlan],
+    recipe: QuantRecipe,
+    model: Any,
+    mapper: NameMapper,
+    seen: Behaviour,
+) -> tuple[str, str, dict[str, Any]]:
+    """The on-disk format, the reason for it and its config; sets the tensors' outputs.
+
+    What many engines read is preferred, if it can say all that there is to say and transformers loads it.
+    """
+    source = [OutputTensor(t.name, t.dtype, t.shape) for t in checkpoint.tensors.values()]
+    problem = _why_not_compressed([t for t in tensors if t.scheme], recipe, seen)
+    for on_disk in [native.QUANT_METHOD] if problem else [compressed_tensors.QUANT_METHOD, native.QUANT_METHOD]:
+        for t in tensors:
+            t.outputs = _outputs(t, on_disk)
+        config = _quantization_config(tensors, on_disk, recipe, model, mapper)
+        obstacle = why_not_loadable(model, [o for t in tensors for o in t.outputs], config, source)
+        if obstacle is None:
+            scheme = next(t.scheme for t in tensors if t.scheme)
+            return on_disk, problem or str(compressed_tensors.format_name(scheme)), config
+        problem = obstacle
+    raise PlanError([f"{type(model).__name__} cannot be loaded with packed weights: {problem}"])
 
 
-def _experts_plan(
-    info: TensorInfo, place: Place, parameter: Parameter, recipe: QuantRecipe, problems: list[str]
-) -> TensorPlan:
-    """What becomes of a tensor with matrices of experts: of one, of all, or a part of all."""
-    t = TensorPlan(info.name, info.dtype, info.shape, parameter.kind, None, "", place=place)
-    found = layout(place, _three(parameter.shape), parameter.transposed, info.shape)
-    if not isinstance(found, Layout):
-        t.reason = found
-        return t
-    if info.shape != found.shape:
-        problems.append(f"{info.name}: {list(info.shape)} in the file, but the config says {list(found.shape)}")
-        return t
-    decision = recipe.decide(t.module)
-    t.scheme, t.reason = decision.scheme, decision.reason
-    t.transposed, t.experts = found.transposed, found.experts
-    if t.scheme and info.dtype not in FLOAT_DTYPES:
-        problems.append(f"{t.name}: {t.dtype} weights cannot be quantized; need {', '.join(FLOAT_DTYPES)}")
-    if t.scheme and t.scheme.global_scale and place.parts > 1:
-        t.group = place.parameter if place.expert is None else f"{place.parameter}.{place.expert}"
-    return t
-
-
-def _check_experts(tensors: list[TensorPlan], parameters: dict[str, Parameter]) -> list[str]:
-    """Problems with the tensors that make up parameters of experts."""
-    pieces: dict[str, list[Piece]] = defaultdict(list)
-    for t in tensors:
-        if t.place and t.place.obstacle is None and len(t.shape) >= 2:
-            held = Layout(t.matrix, t.experts, t.transposed)
-            pieces[t.place.parameter].append(Piece(t.name, t.place, held, t.scheme))
-    problems: dict[str, list[str]] = defaultdict(list)
-    for name, found in pieces.items():
-        for problem in problems_of(name, parameters[name].shape[0], found):
-            problems[native.with_wildcards(name)].append(problem)
-    # Layers are mostly alike, and so are their problems.
-    return [f"{p[0]}{f' (and {len(p) - 1} more like it)' if len(p) > 1 else ''}" for p in problems.values()]
-
-
-def _three(shape: tuple[int, ...]) -> tuple[int, int, int]:
-    experts, rows, columns = shape
-    return experts, rows, columns
-
-
-def _scheme_for(
-    name: str, dtype: str, parameter: Parameter, recipe: QuantRecipe, problems: list[str]
-) -> tuple[QuantScheme | None, str]:
-    if not name.endswith(".weight"):
-        return None, parameter.reason or parameter.kind
-    decision = recipe.decide(name.removesuffix(".weight"))
-    if not parameter.is_matrix_product:
-        return None, parameter.reason or parameter.kind
-    if not parameter.quantizable and not decision.named:
-        return None, parameter.reason or parameter.kind
-    if decision.scheme and dtype not in FLOAT_DTYPES:
-        problems.append(f"{name}: {dtype} weights cannot be quantized; need {', '.join(FLOAT_DTYPES)}")
-    return decision.scheme, decision.reason
-
-
-def _check_coverage(tensors: list[TensorPlan], recipe: QuantRecipe, allow_dense: bool) -> list[str]:
-    """Problems with what stays dense: nothing may be left out silently."""
-    if not any(t.scheme for t in tensors):
-        return ["nothing would be quantized: no linear layer is matched by the recipe"]
-    matrices = [t for t in tensors if len(t.shape) >= 2 and t.kind not in KNOWN_KINDS]
-    by_accident = [t for t in matrices if not t.scheme and not (t.kind in _QUANTIZED and recipe.decide(t.module).named)]
-    total = sum(t.parameters for t in matrices)
-    share = sum(t.parameters for t in by_accident) / total if total else 0.0
-    if share > MAX_DENSE_SHARE and not allow_dense:
-        largest = max(by_accident, key=lambda t: t.parameters)
-        return [
-            f"{share:.0%} of the weights in matrices would stay dense without a rule saying so, e.g. {largest.name} "
-            f"({largest.reason}); exclude them, or pass --allow-dense"
-        ]
-    return []
-
-
-def _choose_format(quantized: list[TensorPlan], recipe: QuantRecipe, obstacle: str | None) -> tuple[str, str]:
-    """The on-disk format and the reason for it. ``obstacle``: what keeps others from reading packed weights."""
+def _why_not_compressed(quantized: list[TensorPlan], recipe: QuantRecipe, seen: Behaviour) -> str | None:
+    """What compressed-tensors cannot say of the model; None if it can hold it."""
     if recipe.activations or recipe.kv_cache:
         what = "activations" if recipe.activations else "keys and values"
-        return native.QUANT_METHOD, f"it says what {what} are rounded to as the model runs"
+        return f"it says what {what} are rounded to as the model runs"
     names = {compressed_tensors.format_name(t.scheme) for t in quantized if t.scheme}
     if names == {None}:
-        return native.QUANT_METHOD, "no other format holds this scheme"
+        return "no other format holds this scheme"
     if len(names) > 1:
-        return native.QUANT_METHOD, "several schemes in one model"
+        return "several schemes in one model"
     stack = next((t for t in quantized if t.experts), None)
     if stack:
+        return f"{stack.name} holds the matrices of all experts, for which compressed-tensors has no name"
+    if any(t.kind is Kind.EXPERTS and t.scheme and t.scheme.global_scale for t in quantized):
         return (
-            native.QUANT_METHOD,
-            f"{stack.name} holds the matrices of all experts, for which compressed-tensors has no name",
+            "transformers ignores the global scales of experts in compressed-tensors, so their weights would be wrong"
         )
-    if any(t.kind == "experts" and t.scheme and t.scheme.global_scale for t in quantized):
-        why = "transformers ignores the global scales of experts in compressed-tensors, so their weights would be wrong"
-        return native.QUANT_METHOD, why
-    if obstacle:
-        return native.QUANT_METHOD, obstacle
     uneven = next((t for t in quantized if t.scheme and t.matrix[1] % t.scheme.block_shape[1]), None)
     if uneven:
-        return native.QUANT_METHOD, f"{uneven.name} has {uneven.matrix[1]} input features, not a whole number of blocks"
+        return f"{uneven.name} has {uneven.matrix[1]} input features, not a whole number of blocks"
     transposed = next((t for t in quantized if t.transposed), None)
     if transposed:
-        return native.QUANT_METHOD, f"{transposed.name} is stored transposed, which compressed-tensors cannot say"
-    return compressed_tensors.QUANT_METHOD, f"{names.pop()}: read by vLLM, SGLang and transformers without mxquant"
+        return f"{transposed.name} is stored transposed, which compressed-tensors cannot say"
+    if seen.replaced:
+        return f"the model replaces its buffer {min(seen.replaced)} as it runs, which compressed-tensors prevents"
+    return None
+
+
+def _config_changes(checkpoint: Checkpoint, on_disk: str) -> dict[str, Any]:
+    """What the output's config says in other words than the source's.
+
+    transformers decodes the weights of compressed-tensors to bfloat16, whatever the dtype of the model, so all of it
+    has to be loaded as that. The files keep their dense tensors as they are.
+    """
+    if on_disk != compressed_tensors.QUANT_METHOD:
+        return {}
+    found = dict(checkpoint.config)
+    for key in [k for k, part in found.items() if isinstance(part, dict) and k.endswith("_config")]:
+        found[key] = {k: _BF16 if k in _DTYPE_KEYS and v else v for k, v in found[key].items()}
+    given = [key for key in _DTYPE_KEYS if found.get(key)]
+    found |= dict.fromkeys(given or _DTYPE_KEYS[:1], _BF16)
+    return {key: value for key, value in found.items() if value != checkpoint.config.get(key)}
 
 
 def _outputs(t: TensorPlan, on_disk: str) -> list[OutputTensor]:
@@ -384,7 +267,7 @@ def _entry_name(t: TensorPlan) -> str:
 
 
 def _quantization_config(
-    tensors: list[TensorPlan], on_disk: str, recipe: QuantRecipe, mapper: NameMapper
+    tensors: list[TensorPlan], on_disk: str, recipe: QuantRecipe, model: Any, mapper: NameMapper
 ) -> dict[str, Any]:
     quantized = [t for t in tensors if t.scheme]
     if on_disk == native.QUANT_METHOD:
@@ -392,16 +275,25 @@ def _quantization_config(
         return native.build_config(entries, [_entry_name(t) for t in tensors], recipe.kv_cache)
     scheme = quantized[0].scheme
     assert scheme is not None
-    return compressed_tensors.build_config(scheme, _dense_linears(tensors, mapper))
+    return compressed_tensors.build_config(scheme, _dense_layers(tensors, model, mapper))
 
 
-def _dense_linears(tensors: Iterable[TensorPlan], mapper: NameMapper) -> list[str]:
-    def in_model(t: TensorPlan) -> str:
-        return (mapper(t.name) or t.name).removesuffix(".weight")
+def _dense_layers(tensors: Iterable[TensorPlan], model: Any, mapper: NameMapper) -> list[str]:
+    """What compressed-tensors' ``ignore`` must name, as loaders expect every linear layer to be packed.
 
-    layers = (*_QUANTIZED, KEPT, OUTSIDE, "router", "output head")
-    names = {t.module: in_model(t) for t in tensors if not t.scheme and t.kind in layers}
-    quantized = [name for t in tensors if t.scheme for name in (t.module, in_model(t))]
-    dense = compressed_tensors.ignored(names, quantized)
-    # The head is ignored by name even where it is tied and has no tensor of its own.
-    return sorted({*dense, "lm_head"}) if not any(t.scheme and t.kind == "output head" for t in tensors) else dense
+    That is each ``nn.Linear`` of the model that is not, tied ones included, and each matrix of the files that is no
+    embedding: engines load layers that the model's class does without, such as those that predict several tokens.
+    """
+
+    def in_model(name: str) -> str:
+        return (mapper(name) or name).removesuffix(".weight")
+
+    packed = {name for t in tensors if t.scheme for name in (t.module, in_model(t.name))}
+    names = {
+        t.module: in_model(t.name)
+        for t in tensors
+        if not t.scheme and t.name.endswith(".weight") and len(t.shape) == 2 and t.kind is not Kind.EMBEDDING
+    }
+    known = {*packed, *names.values()}
+    names |= {n: n for n, module in model.named_modules() if isinstance(module, nn.Linear) and n not in known}
+    return sorted(set(compressed_tensors.ignored(names, packed)))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mxquant.checkpoint.layout import ITEM_SIZES, OutputTensor
 from mxquant.schemes.formats import QuantScheme
+from mxquant.transformers.kinds import Kind
 from mxquant.transformers.mixtures import Place
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class TensorPlan:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    kind: str
+    kind: Kind
     scheme: QuantScheme | None
     reason: str
     transposed: bool = False

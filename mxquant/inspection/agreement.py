@@ -13,7 +13,9 @@ from mxquant.errors import MXQuantError
 from mxquant.inspection.faults import Verification
 from mxquant.inspection.layouts import Layout
 from mxquant.inspection.packed import PackedWeight
-from mxquant.transformers.architectures import NameMapper, Parameter, build_meta_model, fused_group, inventory
+from mxquant.transformers.architectures import NameMapper, Parameter, build_meta_model, inventory
+from mxquant.transformers.fused import fused_groups
+from mxquant.transformers.kinds import Kind
 from mxquant.transformers.mixtures import Place
 from mxquant.transformers.mixtures import layout as layout_of_experts
 
@@ -60,20 +62,20 @@ class Model:
             return None
         return cls(type(model).__name__, {p.name: p for p in inventory(model)}, NameMapper(model))
 
-    def group(self, weight: PackedWeight) -> str | None:
-        """A name shared by the weights that have one global scale with this one; None if alone."""
+    def experts_group(self, weight: PackedWeight) -> str | None:
+        """A name shared by the matrices of one expert; None for other weights."""
         place = self.mapper.place(weight.name)
         parameter = self.parameters.get(place.parameter) if place is not None else None
-        if place is None or parameter is None or parameter.kind != "experts":
-            return fused_group(weight.module)
-        return None if place.parts == 1 else f"{place.parameter} {place.expert}"
+        if place is None or parameter is None or parameter.kind is not Kind.EXPERTS or place.parts == 1:
+            return None
+        return f"{place.parameter} {place.expert}"
 
     def shape(self, place: Place, stored: tuple[int, ...]) -> tuple[int, ...] | None:
         """The shape that a dense tensor must have at its place; None where that cannot be said."""
         parameter = self.parameters.get(place.parameter)
         if parameter is None:
             return None
-        if parameter.kind == "experts":
+        if parameter.kind is Kind.EXPERTS:
             experts, rows, columns = parameter.shape
             known = layout_of_experts(place, (experts, rows, columns), parameter.transposed, stored)
             return None if isinstance(known, str) else known.shape
@@ -110,7 +112,7 @@ def check_model(checkpoint: Checkpoint, layout: Layout, model: Model, found: Ver
 
 
 def _is_linear(parameter: Parameter | None, name: str) -> bool:
-    return parameter is not None and parameter.kind == "linear" and name.endswith(".weight")
+    return parameter is not None and parameter.kind is Kind.LINEAR and name.endswith(".weight")
 
 
 def check_tied(checkpoint: Checkpoint, layout: Layout, model: Model, found: Verification) -> None:
@@ -143,10 +145,11 @@ def _equal(checkpoint: Checkpoint, name: str, other: str) -> bool:
 def groups(weights: Iterable[PackedWeight], model: Model | None) -> list[list[PackedWeight]]:
     """The weights with global scales, those together that must have the same."""
     found: dict[str, list[PackedWeight]] = defaultdict(list)
-    for weight in weights:
-        if "global_scale" in weight.parts:
-            group = fused_group(weight.module) if model is None else model.group(weight)
-            found[group or weight.name].append(weight)
+    scaled = [weight for weight in weights if "global_scale" in weight.parts]
+    fused = fused_groups(weight.module for weight in scaled)
+    for weight in scaled:
+        group = None if model is None else model.experts_group(weight)
+        found[group or fused.get(weight.module, weight.name)].append(weight)
     return list(found.values())
 
 

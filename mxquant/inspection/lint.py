@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from mxquant.checkpoint.formats import native
 from mxquant.checkpoint.formats.native import with_wildcards
 from mxquant.inspection.packed import PackedWeight
-from mxquant.transformers.architectures import fused_group
+from mxquant.transformers.fused import fused_groups
 
 _CUTLASS = 32
 _EXPERT_TILE = 128
@@ -33,8 +33,10 @@ def lint(weights: Iterable[PackedWeight], method: str | None) -> list[str]:
     if method in (None, native.QUANT_METHOD):
         return []  # vLLM does not read these as they are
     layers: dict[str, list[PackedWeight]] = defaultdict(list)
+    weights = list(weights)
+    fused = fused_groups(weight.module for weight in weights)
     for weight in weights:
-        layers[fused_group(weight.module) or weight.module].append(weight)
+        layers[fused.get(weight.module, weight.module)].append(weight)
     found: dict[str, list[str]] = defaultdict(list)
     for members in layers.values():
         n, k = sum(w.shape[0] for w in members), members[0].shape[1]

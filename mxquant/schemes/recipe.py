@@ -119,6 +119,11 @@ class QuantRecipe:
             return Decision(self.default, f"included by {included!r}", True)
         return Decision(self.default, "default" if self.default else "no rule matches", False)
 
+    @property
+    def quantizing_patterns(self) -> list[str]:
+        """The patterns of rules and include that have a module quantized."""
+        return [r.pattern for r in self.rules if r.scheme is not None] + list(self.include)
+
     def unused_patterns(self, names: Sequence[str]) -> list[str]:
         """The patterns of rules, include and exclude that match none of ``names``."""
         patterns = [r.pattern for r in self.rules] + list(self.include) + list(self.exclude)

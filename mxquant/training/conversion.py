@@ -19,10 +19,9 @@ from mxquant.training.linear import FP4Conv1D, FP4Linear
 from mxquant.training.noise import Noise
 from mxquant.training.recipes import LinearFormats, TrainingRecipe
 from mxquant.transformers.architectures import Parameter, inventory
+from mxquant.transformers.kinds import Kind
 from mxquant.transformers.parts import is_plain_linear
-
-# More of a model's matrices than this may not stay in high precision unasked.
-_MAX_HIGH_SHARE = 0.05
+from mxquant.transformers.select import Kept, dense_by_accident
 
 
 @dataclass(frozen=True)
@@ -80,9 +79,9 @@ def choose(model: nn.Module, recipe: TrainingRecipe, *, allow_high: bool = False
     for name, layer in layers.items():
         decision = recipe.decide(name, _block(name), blocks)
         formats, reason = decision.formats, decision.reason
-        kind = kinds.get(name, "linear")
-        if kind != "linear" and not decision.named:  # an output head, a router of experts
-            formats, reason = None, kind
+        kind = kinds.get(name, Kind.LINEAR)
+        if not kind.quantized and not decision.named:  # an output head, a router of experts
+            formats, reason = None, str(kind)
         shape = tuple(layer.weight.shape)
         choices.append(Choice(name, shape[::-1] if isinstance(layer, Conv1D) else shape, formats, reason))
     if recipe.quantizes:
@@ -150,10 +149,10 @@ def _check_coverage(
 ) -> None:
     if all(choice.formats is None for choice in choices):
         raise SchemeError(f"recipe {recipe.name} quantizes nothing of this model: it has {len(choices)} linear layers")
-    known = ("linear", "output head", "embedding", "norm", "bias", "convolution", "router")
-    others = [p for p in parameters if p.kind not in known and len(p.shape) >= 2]
-    missed = sum(math.prod(p.shape) for p in others)
-    if not allow_high and missed > _MAX_HIGH_SHARE * (missed + sum(math.prod(c.shape) for c in choices)):
+    others = [p for p in parameters if not p.kind.expected and p.kind is not Kind.LINEAR and len(p.shape) >= 2]
+    kept = [Kept(p.name, math.prod(p.shape), str(p.kind)) for p in others]
+    total = sum(k.size for k in kept) + sum(math.prod(c.shape) for c in choices)
+    if not allow_high and dense_by_accident(kept, total):
         raise SchemeError(
             f"{others[0].name} and {len(others) - 1} more weights are no linear layers, so they would train in high "
             "precision; pass allow_high=True (--allow-high) to accept that"

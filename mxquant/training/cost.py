@@ -120,7 +120,7 @@ def cost(model: nn.Module, recipe: TrainingRecipe | str, *, allow_high: bool = F
         scheme = formats.weight_forward if formats else None
         kind = f"{parameter.kind}, {scheme.element if scheme else 'bf16'}"
         components.setdefault(kind, Component(kind)).add(parameter.shape, scheme)
-        if choice is not None and parameter.kind == "linear":
+        if choice is not None and parameter.quantizable:
             size = parameter.shape[0] * parameter.shape[1]
             work += size
             time += size * _relative_time(formats)

@@ -1,8 +1,7 @@
 """What each parameter of a transformers model is, and whether it may be quantized.
 
 Decided from the model itself, built on the meta device: the class of each module and the model's
-own word on embeddings, output head and tied weights. Parameter *names* matter in one place only,
-the groups of projections that serving engines fuse.
+own word on embeddings, output head and tied weights.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,47 +20,31 @@ from torch import nn
 from mxquant.checkpoint.reader import read_config
 from mxquant.errors import CheckpointError
 from mxquant.transformers.classes import auto_class
+from mxquant.transformers.kinds import Kind
 from mxquant.transformers.mixtures import Place, matrices, place_by, routers
 from mxquant.transformers.parts import (
-    OUTSIDE,
-    OUTSIDE_REASON,
-    STATE_SPACE,
     STATE_SPACE_REASON,
     is_plain_linear,
     language_model,
-    output_head,
+    output_heads,
     state_spaces,
 )
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Projections that vLLM and SGLang fuse into one matrix, and so must share one global scale.
-_FUSED = (
-    re.compile(r"(?P<parent>.*\.)(?:q_proj|k_proj|v_proj)$"),
-    re.compile(r"(?P<parent>.*\.)(?:gate_proj|up_proj)$"),
-    re.compile(r"(?P<parent>.*\.)(?:w1|w3)$"),
-)
-
-
-# Of a linear layer that the model's class wants in fp32, such as what picks the tokens of sparse attention.
-KEPT = "linear kept in fp32"
-_OTHER = "other parameter"
-
 
 @dataclass(frozen=True)
 class Parameter:
     """One parameter of a model.
 
-    ``kind``: linear, experts, router, output head, embedding, norm, bias, convolution, other, ``KEPT``,
-    ``STATE_SPACE`` or ``OUTSIDE``.
     ``shape``: for a linear weight always ``(out_features, in_features)``, for those of experts
     ``(experts, out_features, in_features)``; ``transposed`` says that the model stores the last two
     the other way round (GPT-2's Conv1D). ``reason``: why it stays dense unless named.
     """
 
     name: str
-    kind: str
+    kind: Kind
     shape: tuple[int, ...]
     transposed: bool = False
     tied_to: str | None = None
@@ -74,23 +57,23 @@ class Parameter:
     @property
     def is_matrix_product(self) -> bool:
         """Whether the parameter is the weight of ``y = x W^T`` and can be quantized at all."""
-        return self.kind in ("linear", "output head", KEPT, OUTSIDE) and self.tied_to is None
+        return self.kind.nameable and self.kind is not Kind.EXPERTS and self.tied_to is None
 
     @property
     def quantizable(self) -> bool:
         """Whether the parameter is a single matrix that is quantized by default."""
-        return self.kind == "linear"
+        return self.kind is Kind.LINEAR
 
 
 def build_meta_model(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The causal LM of a model folder, multimodal or not, without memory for its weights.
+    """The model of a folder, of the class that its config names, without memory for its weights.
 
-    Raises ``CheckpointError`` if transformers does not know the model type or has no causal LM for it.
+    Raises ``CheckpointError`` if transformers does not know the model type or has no such class for it.
     """
     from transformers import AutoConfig
 
     path = folder / "config.json"
-    with _silent():
+    with silent():
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         except Exception as error:  # of a broken config, transformers raises whatever its fields lead to
@@ -98,7 +81,7 @@ def build_meta_model(folder: Path, *, trust_remote_code: bool = False) -> PreTra
                 raise CheckpointError(
                     f"{path}: the model comes with code of its own; pass --trust-remote-code if you trust it"
                 ) from error
-            raise CheckpointError(f"{path} is not a model known to transformers: {_line(error)}") from error
+            raise CheckpointError(f"{path} is not a model known to transformers: {first_line(error)}") from error
         try:
             auto = auto_class(read_config(folder))
             with torch.device("meta"):
@@ -106,16 +89,19 @@ def build_meta_model(folder: Path, *, trust_remote_code: bool = False) -> PreTra
         except Exception as error:  # as above
             names = ", ".join(map(str, getattr(config, "architectures", None) or [type(config).__name__]))
             raise CheckpointError(
-                f"{path}: architecture {names} is not a causal LM known to transformers: {_line(error)}"
+                f"{path}: transformers does not know architecture {names} as a language model: {first_line(error)}"
             ) from error
     return model.eval()
 
 
-def inventory(model: Any) -> list[Parameter]:
-    """Every parameter of the model, in order, tied ones included."""
+def inventory(model: Any, written: Collection[str] = ()) -> list[Parameter]:
+    """Every parameter of the model, in order, tied ones included.
+
+    ``written``: those that the model changes as it runs, see :func:`mxquant.transformers.behaviour.watch`.
+    """
     from transformers.pytorch_utils import Conv1D
 
-    head = output_head(model)
+    is_head = output_heads(model)
     modules = dict(model.named_modules(remove_duplicate=False))
     tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
     routing, kept, recurrent, is_text = routers(model), kept_in_fp32(model), state_spaces(model), language_model(model)
@@ -124,28 +110,31 @@ def inventory(model: Any) -> list[Parameter]:
         path, _, leaf = name.rpartition(".")
         module, shape, is_weight, source = modules[path], tuple(tensor.shape), leaf == "weight", tied.get(name)
         inside = is_text(path)
-        if is_weight and head is not None and module is head:
+        if is_weight and is_head(module):
             reason = f"output head, tied to {source}" if source else "output head"
-            found.append(Parameter(name, "output head", shape, tied_to=source, reason=reason))
+            found.append(Parameter(name, Kind.HEAD, shape, tied_to=source, reason=reason))
         elif inside and (transposed := matrices(module).get(leaf)) is not None:
             experts, rows, columns = (shape[0], shape[2], shape[1]) if transposed else shape
-            found.append(Parameter(name, "experts", (experts, rows, columns), transposed, source))
+            found.append(Parameter(name, Kind.EXPERTS, (experts, rows, columns), transposed, source))
+        elif name in written:
+            found.append(Parameter(name, Kind.HANDLED, shape, tied_to=source, reason="changed by the model as it runs"))
         elif name in recurrent:
-            found.append(Parameter(name, STATE_SPACE, shape, tied_to=source, reason=STATE_SPACE_REASON))
+            found.append(Parameter(name, Kind.STATE_SPACE, shape, tied_to=source, reason=STATE_SPACE_REASON))
         elif name in routing:
-            found.append(Parameter(name, "router", shape, tied_to=source, reason="router of experts"))
+            found.append(Parameter(name, Kind.ROUTER, shape, tied_to=source, reason="router of experts"))
         elif is_weight and is_plain_linear(module):
             transposed = isinstance(module, Conv1D)
             matrix = shape[::-1] if transposed else shape
-            kind, why = ("linear", None) if inside else (OUTSIDE, OUTSIDE_REASON)
+            kind, why = (Kind.LINEAR, None) if inside else (Kind.OUTSIDE, str(Kind.OUTSIDE_OTHER))
             if kept(name):
-                kind, why = KEPT, "kept in fp32 by the model"
+                kind, why = Kind.KEPT, "kept in fp32 by the model"
             found.append(Parameter(name, kind, matrix, transposed, source, why))
         else:
             kind = _kind(module, leaf)
-            if not inside and kind.startswith(_OTHER):
-                kind = OUTSIDE_REASON
-            found.append(Parameter(name, kind, shape, tied_to=source, reason=kind))
+            why = f"{kind} of {type(module).__name__}" if kind is Kind.OTHER else str(kind)
+            if not inside and kind is Kind.OTHER:
+                kind, why = Kind.OUTSIDE_OTHER, str(Kind.OUTSIDE_OTHER)
+            found.append(Parameter(name, kind, shape, tied_to=source, reason=why))
     return found
 
 
@@ -156,25 +145,16 @@ def kept_in_fp32(model: Any) -> Callable[[str], bool]:
     return lambda name: any(pattern.search(name) for pattern in patterns)
 
 
-def _kind(module: nn.Module, leaf: str) -> str:
+def _kind(module: nn.Module, leaf: str) -> Kind:
     if leaf == "bias" or leaf.endswith("_bias"):
-        return "bias"
+        return Kind.BIAS
     if isinstance(module, nn.Embedding):
-        return "embedding"
+        return Kind.EMBEDDING
     if "norm" in type(module).__name__.lower():
-        return "norm"
+        return Kind.NORM
     if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-        return "convolution"
-    return f"{_OTHER} of {type(module).__name__}"
-
-
-def fused_group(module: str) -> str | None:
-    """A name shared by the projections that serving engines fuse with this one; None if alone."""
-    for number, pattern in enumerate(_FUSED):
-        match = pattern.match(module)
-        if match:
-            return f"{match['parent']}fused{number}"
-    return None
+        return Kind.CONVOLUTION
+    return Kind.OTHER
 
 
 class NameMapper:
@@ -249,7 +229,7 @@ class NameMapper:
 
 
 @contextlib.contextmanager
-def _silent() -> Iterator[None]:
+def silent() -> Iterator[None]:
     """Without warnings of weights that are not made and of a config that the caller looks at himself."""
     from transformers.utils.logging import get_verbosity, set_verbosity, set_verbosity_error
 
@@ -263,6 +243,6 @@ def _silent() -> Iterator[None]:
         set_verbosity(before)
 
 
-def _line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     text = " ".join(str(error).split()).partition(" Model type should be one of")[0]
     return text[:300] or type(error).__name__

@@ -26,6 +26,7 @@ from mxquant.nn.quant_linear import QuantLinear
 from mxquant.schemes.formats import QuantScheme
 from mxquant.transformers.architectures import NameMapper, Parameter, inventory
 from mxquant.transformers.experts import pack_experts
+from mxquant.transformers.kinds import Kind
 from mxquant.transformers.mixtures import Layout, Piece, Place, entry_of, layout, problems_of
 from mxquant.transformers.parts import is_plain_linear
 
@@ -126,7 +127,7 @@ def find_packed(model: nn.Module, headers: Headers, table: ModuleTable, packed_n
 
 def expert_parameters(model: nn.Module) -> dict[str, Parameter]:
     """The parameters that hold the matrices of experts, by name."""
-    return {p.name: p for p in inventory(model) if p.kind == "experts"}
+    return {p.name: p for p in inventory(model) if p.kind is Kind.EXPERTS}
 
 
 def _place(pieces: list[Piece], place: Place, entry: ModuleEntry, parameter: Parameter) -> list[str]:

@@ -21,13 +21,16 @@ from mxquant.codec.rounding import tensor_amax
 from mxquant.codec.scaling import global_scale_for
 from mxquant.errors import SchemeError
 from mxquant.ops.operators import quantize
-from mxquant.schemes.formats import QuantScheme
 from mxquant.schemes.recipe import QuantRecipe
-from mxquant.transformers.architectures import NameMapper, Parameter, fused_group, inventory
+from mxquant.transformers.architectures import NameMapper, Parameter, inventory
+from mxquant.transformers.behaviour import watch
 from mxquant.transformers.conversions import JoinExperts, UnlessPacked, feeds, like, merges
-from mxquant.transformers.matching import Headers, Packed, expert_parameters
+from mxquant.transformers.fused import fused_groups
+from mxquant.transformers.kinds import Kind
+from mxquant.transformers.matching import Headers, Packed
 from mxquant.transformers.mixtures import Layout, Piece, Place, entry_of, layout, problems_of
 from mxquant.transformers.parts import is_plain_linear
+from mxquant.transformers.select import pattern_problems, select
 
 
 def choose(model: nn.Module, recipe: QuantRecipe, headers: Headers | None) -> Packed:
@@ -38,19 +41,22 @@ def choose(model: nn.Module, recipe: QuantRecipe, headers: Headers | None) -> Pa
     :func:`mxquant.quantize_model`. Raises ``SchemeError`` for patterns that match nothing, if
     nothing would be quantized, and for experts that cannot share a format as asked.
     """
-    parameters = [p for p in inventory(model) if p.name.endswith(".weight")]
-    experts = expert_parameters(model)
+    everything = inventory(model, watch(model).written)
+    parameters = [p for p in everything if p.name.endswith(".weight")]
+    experts = {p.name: p for p in everything if p.kind is Kind.EXPERTS}
     places = _places(model, headers, [*(p.name for p in parameters), *experts])
     names = {place.parameter: key for key, place in places.items() if place.is_whole}
     # Layers that the files hold twice are layers of their own.
     parameters = [replace(p, tied_to=None) if _held_twice(p, names) else p for p in parameters]
     packed = Packed()
-    routers = {p.module for p in parameters if p.kind == "router"}
+    routers = {p.module for p in parameters if p.kind is Kind.ROUTER}
     linear = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in routers]
     skipped = [n for n, m in linear if not is_plain_linear(m)]
+    weights: dict[str, Parameter] = {}
     for p in parameters:
         name = names.get(p.name, p.name).removesuffix(".weight")
-        scheme = _scheme_for(p, name, recipe)
+        weights[name] = p
+        scheme = select(p, name, recipe).scheme
         if scheme is None:
             continue
         if p.name not in names:
@@ -59,10 +65,9 @@ def choose(model: nn.Module, recipe: QuantRecipe, headers: Headers | None) -> Pa
         activations = recipe.activations_for(scheme)
         packed.modules[p.module] = ModuleEntry(name, scheme, (p.shape[0], p.shape[1]), p.transposed, activations)
         packed.tensors[f"{name}.weight"] = p.name
-    decided = [names.get(p.name, p.name).removesuffix(".weight") for p in parameters]
     for name, parameter in experts.items():
         held = {key: place for key, place in places.items() if place.parameter == name}
-        decided += [key.removesuffix(".weight") for key in held]
+        weights |= {key.removesuffix(".weight"): parameter for key in held}
         pieces = _pieces(held, parameter, headers, recipe)
         if any(p.scheme for p in pieces):
             _check(problems_of(name, parameter.shape[0], pieces))
@@ -70,9 +75,7 @@ def choose(model: nn.Module, recipe: QuantRecipe, headers: Headers | None) -> Pa
             packed.tensors |= dict.fromkeys(held, name)
         elif len(pieces) < len(held):
             skipped.append(name)
-    unused = recipe.unused_patterns(decided)
-    if unused:
-        raise SchemeError(f"pattern {unused[0]!r} matches no module of {type(model).__name__}")
+    _check(pattern_problems(recipe, weights))
     if not packed.tensors:
         raise SchemeError(f"nothing of {type(model).__name__} would be quantized: no linear layer is matched")
     if skipped:
@@ -102,26 +105,19 @@ def _pieces(
         found = None if headers is None else headers[key][1]
         how = layout(place, (experts, rows, columns), parameter.transposed, found or ())
         if isinstance(how, Layout) and found in (None, how.shape):
-            scheme = recipe.decide(key.removesuffix(".weight")).scheme
+            scheme = select(parameter, key.removesuffix(".weight"), recipe).scheme
             activations = recipe.activations_for(scheme) if scheme else None
             pieces.append(Piece(key, place, how, scheme, activations))
     return pieces
 
 
 def _held_twice(parameter: Parameter, names: Collection[str]) -> bool:
-    return parameter.kind == "linear" and parameter.name in names and parameter.tied_to in names
+    return parameter.kind is Kind.LINEAR and parameter.name in names and parameter.tied_to in names
 
 
 def _check(problems: list[str]) -> None:
     if problems:
         raise SchemeError(problems[0])
-
-
-def _scheme_for(parameter: Parameter, name: str, recipe: QuantRecipe) -> QuantScheme | None:
-    decision = recipe.decide(name)
-    if not parameter.is_matrix_product or not (parameter.quantizable or decision.named):
-        return None
-    return decision.scheme
 
 
 def keep_source_precision(model: Any, packed: Packed) -> None:
@@ -155,10 +151,10 @@ def shared_global_scales(entries: Mapping[str, ModuleEntry], files: Iterable[str
     gets its own.
     """
     groups: dict[str, list[str]] = defaultdict(list)
+    fused = fused_groups(entry.name for entry in entries.values())
     for target, entry in entries.items():
-        group = fused_group(entry.name) if entry.scheme.global_scale else None
-        if group:
-            groups[group].append(target)
+        if entry.scheme.global_scale and entry.name in fused:
+            groups[fused[entry.name]].append(target)
     wanted = {f"{entries[t].name}.weight": t for members in groups.values() for t in members}
     amax: dict[str, torch.Tensor] = {}
     for file in files:

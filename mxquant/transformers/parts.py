@@ -7,17 +7,11 @@ from typing import Any
 
 from torch import nn
 
-# Of linear layers that see images or sound, or bring them to the language model's width.
-OUTSIDE = "linear outside the language model"
-OUTSIDE_REASON = "outside the language model"
-# Of what a state space is made of besides its convolution: A, D, the step dt and what a mixer holds without a layer.
-STATE_SPACE = "state space"
+# Of what a state space is made of besides its convolution.
 STATE_SPACE_REASON = "parameter of a state space"
 
 # Falcon's own linear layer, the product written out.
 _FALCON_LINEAR = "FalconLinear"
-# Mixers whose output projection the classes initialize once more after loading.
-_TOUCHED_EARLY = ("MambaMixer", "Mamba2Mixer", "FalconMambaMixer")
 # Where a mixer has a layer of its own for the step. Kernels read its weight without calling it.
 _STEP = "dt_proj"
 
@@ -63,29 +57,18 @@ def is_plain_linear(module: nn.Module) -> bool:
     return type(module).forward in (nn.Linear.forward, Conv1D.forward)
 
 
-def needs_plain_weights(model: Any) -> str | None:
-    """Why transformers by itself cannot load packed layers of a model, whose weights it decodes last; or None."""
-    for module in model.modules():
-        kind = type(module).__name__
-        if kind in _TOUCHED_EARLY:
-            return f"transformers touches weights of {kind} before compressed-tensors has decoded them"
-        if isinstance(module, nn.Linear) and kind == _FALCON_LINEAR:
-            return f"{kind} multiplies by its weight itself, which compressed-tensors does not decode for it"
-    ties = getattr(model, "all_tied_weights_keys", None) or {}
-    head, embedding = output_head(model), model.get_input_embeddings()
-    for name in ties:
-        module = model.get_submodule(name.rpartition(".")[0])
-        if isinstance(module, nn.Linear) and module is not head and module is not embedding:
-            return f"{name} is tied to another layer, and transformers does not tie compressed-tensors' packed weights"
-    return None
-
-
 def output_head(model: Any) -> nn.Module | None:
     """The layer that makes logits, which multimodal models may leave to their language model."""
     head = model.get_output_embeddings()
     if head is None and hasattr(model, "get_decoder"):
         head = model.get_decoder().get_output_embeddings()
     return head
+
+
+def output_heads(model: Any) -> Callable[[nn.Module], bool]:
+    """Whether a module makes outputs: logits, or anything else by a linear layer outside the model's body."""
+    head, inside = output_head(model), {id(module) for module in model.base_model.modules()}
+    return lambda module: module is head or (isinstance(module, nn.Linear) and id(module) not in inside)
 
 
 def state_spaces(model: nn.Module) -> set[str]:

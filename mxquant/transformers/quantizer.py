@@ -60,6 +60,7 @@ class MXQuantHfQuantizer(HfQuantizer):
         self._dtypes: dict[str, torch.dtype] = {}
         self._global_scales: dict[str, torch.Tensor] = {}
         self._copies: dict[str, str] = {}
+        self._device_map: dict[str, Any] = {}
 
     @property
     def is_trainable(self) -> bool:
@@ -112,6 +113,8 @@ class MXQuantHfQuantizer(HfQuantizer):
         if (getattr(distributed, "tp_size", None) or 1) > 1:
             raise MXQuantError("packed weights cannot be sharded by tensor parallelism yet; use device_map instead")
         self._dtypes = _planned_dtypes(model)
+        given = kwargs.get("device_map")
+        self._device_map = given if isinstance(given, dict) else {}
         files = [str(f) for f in checkpoint_files or ()]
         if self.pre_quantized:
             self._find_packed(model, [f for f in files if f.endswith(".safetensors")])
@@ -195,7 +198,7 @@ class MXQuantHfQuantizer(HfQuantizer):
 
     def _check_loaded(self, model: Any) -> None:
         """Raise ``CheckpointError`` unless every packed layer holds what its scheme says."""
-        places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
+        places = {str(place) for place in (self._device_map or getattr(model, "hf_device_map", None) or {}).values()}
         elsewhere = "disk" in places or "meta" in places or len(places) > 1
         for name in (*self.packed.modules, *self.packed.experts):
             try:

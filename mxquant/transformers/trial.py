@@ -1,0 +1,96 @@
+"""Would a checkpoint that is not written yet load? Its own loader is asked, with the headers alone.
+
+``from_pretrained`` is run on a file that has the planned header and, where the weights will be, a hole: no disk
+and no memory. Weights go to the meta device. So the loader's own matching of names, its conversions, ties and
+initialization decide, whatever the architecture and the version of transformers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from mxquant.checkpoint.layout import SINGLE_NAME, OutputTensor
+from mxquant.checkpoint.writer import shard_bytes, shard_header
+from mxquant.errors import CheckpointError
+from mxquant.transformers.architectures import first_line, silent
+
+
+def why_not_loadable(
+    model: Any, tensors: Sequence[OutputTensor], quantization: dict[str, Any], source: Sequence[OutputTensor]
+) -> str | None:
+    """Why the class of ``model`` would not load a checkpoint as planned; None if it would.
+
+    ``tensors``: all that the files will hold; ``quantization``: the ``quantization_config``; ``source``: the
+    tensors of the dense checkpoint. What the loader misses or ignores in that is no obstacle.
+    """
+    name = type(model).__name__
+    try:
+        missing, ignored = _load(model, tensors, quantization)
+    except _NotLoadedError as error:
+        return f"transformers cannot load {name} from it: {error}"
+    if not missing and not ignored:
+        return None
+    known_missing, known_ignored = _load(model, source, None)
+    if lost := missing - known_missing:
+        return f"transformers would not find {_some(lost)} of {name} in it"
+    if lost := ignored - known_ignored:
+        return f"transformers would ignore {_some(lost)} of it, so the weights of {name} would be wrong"
+    return None
+
+
+def _load(
+    model: Any, tensors: Sequence[OutputTensor], quantization: dict[str, Any] | None
+) -> tuple[set[str], set[str]]:
+    """What the loader misses and what it ignores."""
+    config = copy.deepcopy(model.config)
+    if quantization is not None:
+        config.quantization_config = copy.deepcopy(quantization)
+    with tempfile.TemporaryDirectory() as folder, _quiet():
+        _write_hole(Path(folder), list(tensors))
+        try:
+            _, info = type(model).from_pretrained(
+                folder, config=config, device_map={"": "meta"}, output_loading_info=True, local_files_only=True
+            )
+        except Exception as error:  # of a loader that does not know what to do with the files, anything
+            raise _NotLoadedError(first_line(error)) from error
+    return set(info["missing_keys"]), set(info["unexpected_keys"])
+
+
+class _NotLoadedError(Exception):
+    """The loader failed."""
+
+
+def _write_hole(folder: Path, tensors: list[OutputTensor]) -> None:
+    try:
+        with open(folder / SINGLE_NAME, "wb") as file:
+            file.write(shard_header(tensors)[0])
+            file.truncate(shard_bytes(tensors))
+        with open(folder / "config.json", "w") as file:
+            file.write("{}")  # looked into for how to generate
+    except OSError as error:
+        raise CheckpointError(f"cannot write a temporary file in {folder.parent}: {error.strerror}") from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the progress bars and warnings of loaders."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(ImportError):
+            from loguru import logger  # what compressed-tensors logs with
+
+            logger.disable("compressed_tensors")
+            stack.callback(logger.enable, "compressed_tensors")
+        stack.enter_context(silent())
+        stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        yield
+
+
+def _some(names: Iterable[str]) -> str:
+    found = sorted(names)
+    return ", ".join(found[:2]) + (f" and {len(found) - 2} more" if len(found) > 2 else "")
