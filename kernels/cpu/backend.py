@@ -166,7 +166,7 @@ class CpuBackend(Backend):
             bias = bias.contiguous() if bias.dtype in L.DTYPES else bias.to(torch.float32)
         table = _decode_table(scheme.scale, torch.bfloat16, 0.0)
         y = LinearCall(packed.contiguous(), scale.contiguous(), global_scale, bias, shape, scheme, table)(x)
-        assert y is not None, "ask why_not_linear first"
+        assert y is not None, "ask why_not first"
         return y
 
     def prepare_linear(
