@@ -10,7 +10,7 @@ import click
 from mxquant.analysis.defaults import BUDGET, SCHEMES
 from mxquant.cli.common import console, handle_errors, progress, write_json
 from mxquant.cli.options import loading_options
-from mxquant.schemes.formats import PRESETS, RULES, QuantScheme, scheme_fields
+from mxquant.schemes.formats import PRESETS, QuantScheme, scale_rules, scheme_fields
 
 if TYPE_CHECKING:
     from mxquant.analysis.diagnose import Subject
@@ -36,7 +36,9 @@ wanted (e4m3+global/8/absmax), or a preset ({", ".join(PRESETS)}). By default:
 @click.command("diagnose", epilog=_EPILOG, context_settings={"max_content_width": 120})
 @click.argument("model")
 @click.option("--schemes", metavar="A,B,...", help="Schemes to measure.  [default: see below]")
-@click.option("--rule", type=click.Choice(RULES), help="Scale rule of schemes that name none and whose scale has it.")
+@click.option(
+    "--rule", type=click.Choice(scale_rules()), help="Scale rule of schemes that name none and whose scale has it."
+)
 @click.option(
     "--budget",
     type=click.FloatRange(min=0, min_open=True),

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import click
 
-from mxquant.schemes.formats import ELEMENTS, PRESETS, ROUNDINGS, RULES, SCALES, QuantScheme
+from mxquant.schemes.formats import ELEMENTS, PRESETS, ROUNDINGS, SCALES, QuantScheme, scale_rules
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -31,7 +31,7 @@ scheme_options = all_of(
     click.option("--block", metavar="N|RxC", help="Block along the input features, or tile.  [default: 16]"),
     click.option("--global-scale/--no-global-scale", default=None, help="One more fp32 scale per tensor."),
     click.option(
-        "--scale-rule", type=click.Choice(RULES), help="How a block's scale follows from the block; see below."
+        "--scale-rule", type=click.Choice(scale_rules()), help="How a block's scale follows from the block; see below."
     ),
     click.option("--rounding", type=click.Choice(ROUNDINGS), help="How elements are rounded.  [default: nearest]"),
 )

@@ -1,11 +1,14 @@
-"""Round-to-nearest (or stochastic) quantization of one weight, block by block, in row chunks."""
+"""Round-to-nearest (or stochastic) quantization of one weight, block by block, in row chunks.
+
+This is the reference, in plain PyTorch. :mod:`mxquant.ops.operators` has the same functions, served by
+compiled kernels where there are some.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 
@@ -29,20 +32,6 @@ from mxquant.errors import WeightError
 from mxquant.schemes.formats import QuantScheme
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def _no_kernels(weight: torch.Tensor, scheme: QuantScheme) -> ModuleType | None:
-    return None
-
-
-# Finds the kernels that quantize a weight in place of what is below: set by :mod:`mxquant.ops.operators`.
-_find_kernels: Callable[[torch.Tensor, QuantScheme], ModuleType | None] = _no_kernels
-
-
-def use_kernels(find: Callable[[torch.Tensor, QuantScheme], ModuleType | None]) -> None:
-    """Ask ``find`` for kernels from now on: a module with ``quantize`` and perhaps ``quantize_rows``."""
-    global _find_kernels
-    _find_kernels = find
 
 
 @dataclass
@@ -81,6 +70,12 @@ class QuantStats:
         return 10 * math.log10(self.signal / self.error)
 
 
+# Packed rows, their stored scales and, where asked for, statistics.
+QuantizedRows = tuple[torch.Tensor, torch.Tensor, QuantStats | None]
+# The type of quantize_rows.
+RowFunction = Callable[[torch.Tensor, QuantScheme, int, torch.Tensor | None, int, bool], QuantizedRows | None]
+
+
 @dataclass
 class RowChunk:
     """Quantized rows ``start .. stop`` of a weight."""
@@ -111,19 +106,8 @@ def quantize_tensor(
     Raises ``WeightError`` for NaN, infinities, unsupported shapes or dtypes, and global scales that
     are not positive.
     """
-    check_weight(weight, name)
-    weight = weight.detach()
-    if global_scale is not None:
-        global_scale = check_global_scale(global_scale, scheme, name)
-    elif scheme.global_scale:
-        global_scale = global_scale_for(tensor_amax(weight), scheme)
+    weight, global_scale = checked(weight, scheme, name, global_scale)
     shape = (weight.shape[0], weight.shape[1])
-    kernels = _find_kernels(weight, scheme)
-    if kernels is not None:
-        made = kernels.quantize(weight, scheme, derive_key(seed, name), global_scale)
-        if made is None:
-            raise _first_non_finite(weight, name)
-        return QTensor(made[0], made[1], global_scale, shape, scheme)
     packed = torch.empty(scheme.packed_shape(shape), dtype=torch.uint8, device=weight.device)
     scale = torch.empty(scheme.scale_shape(shape), dtype=scale_dtype(scheme.scale_format), device=weight.device)
     r = scheme.block_shape[0]
@@ -151,11 +135,29 @@ def quantize_chunks(
         yield from workers.map(job, job.starts)
 
 
+def quantize_rows(
+    rows: torch.Tensor,
+    scheme: QuantScheme,
+    key: int,
+    global_scale: torch.Tensor | None,
+    first_row: int,
+    with_stats: bool,
+) -> QuantizedRows | None:
+    """Quantize rows that begin at ``first_row`` of a weight; None if something is not finite.
+
+    ``rows``: fp32, bf16 or fp16; ``first_row``: a multiple of the block's height. ``key``: what
+    :func:`mxquant.codec.rng.derive_key` makes of seed and name.
+    """
+    x = rows.to(torch.float32).contiguous()
+    return _quantize_rows(x, scheme, global_scale, key, first_row, with_stats)
+
+
 class RowQuantizer:
     """Quantizes a weight's rows from ``start`` on, for each ``start`` in ``starts``; thread-safe.
 
     ``device``: where to compute (None: where the weight is). The bytes depend neither on it nor on
-    ``chunk_elements``, the number of elements in one chunk.
+    ``chunk_elements``, the number of elements in one chunk. ``quantize``: :func:`quantize_rows`, or
+    one that does the same faster (:func:`mxquant.ops.operators.quantize_rows`).
     """
 
     def __init__(
@@ -169,7 +171,9 @@ class RowQuantizer:
         device: torch.device | None = None,
         with_stats: bool = False,
         chunk_elements: int = CHUNK_ELEMENTS,
+        quantize: RowFunction = quantize_rows,
     ):
+        self._quantize = quantize
         self._weight, self._scheme, self._name = weight, scheme, name
         self._device = device or weight.device
         self._global_scale = None if global_scale is None else global_scale.to(self._device)
@@ -182,15 +186,21 @@ class RowQuantizer:
     def __call__(self, start: int) -> RowChunk:
         stop = min(start + self._step, self._weight.shape[0])
         x = self._weight[start:stop].to(self._device)
-        quantize_rows = getattr(_find_kernels(x, self._scheme), "quantize_rows", None)
-        if quantize_rows is not None:
-            result = quantize_rows(x, self._scheme, self._key, self._global_scale, start, self._with_stats)
-        else:
-            x = x.to(torch.float32).contiguous()
-            result = _quantize_rows(x, self._scheme, self._global_scale, self._key, start, self._with_stats)
+        result = self._quantize(x, self._scheme, self._key, self._global_scale, start, self._with_stats)
         if result is None:
             raise _non_finite(x, start, self._name)
         return RowChunk(start, stop, *result)
+
+
+def checked(
+    weight: torch.Tensor, scheme: QuantScheme, name: str, global_scale: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A weight that can be quantized, detached, and its global scale: the given one or its own, if any."""
+    check_weight(weight, name)
+    weight = weight.detach()
+    if global_scale is not None:
+        return weight, check_global_scale(global_scale, scheme, name)
+    return weight, global_scale_for(tensor_amax(weight), scheme) if scheme.global_scale else None
 
 
 def check_weight(weight: torch.Tensor, name: str) -> None:
@@ -204,7 +214,7 @@ def check_weight(weight: torch.Tensor, name: str) -> None:
 def check_finite(tensor: torch.Tensor, name: str) -> None:
     """Raise ``WeightError`` for NaN or infinity in a float tensor of any shape, naming the first."""
     if tensor.numel() and not bool(tensor_amax(tensor).isfinite()):
-        raise _first_non_finite(tensor.reshape(-1, tensor.shape[-1] if tensor.ndim else 1), name)
+        raise first_non_finite(tensor.reshape(-1, tensor.shape[-1] if tensor.ndim else 1), name)
 
 
 def check_global_scale(global_scale: torch.Tensor, scheme: QuantScheme, name: str) -> torch.Tensor:
@@ -223,8 +233,8 @@ def _quantize_rows(
     key: int,
     first_row: int,
     with_stats: bool,
-) -> tuple[torch.Tensor, torch.Tensor, QuantStats | None] | None:
-    """Packed rows, stored scales and statistics; None if something is not finite."""
+) -> QuantizedRows | None:
+    """:func:`quantize_rows` of fp32 rows that are contiguous."""
     element, fmt = scheme.element_format, scheme.scale_format
     rows, columns = x.shape
     blocks = B.split(x, scheme.block_shape)
@@ -282,7 +292,8 @@ def _stats(
     )
 
 
-def _first_non_finite(weight: torch.Tensor, name: str) -> WeightError:
+def first_non_finite(weight: torch.Tensor, name: str) -> WeightError:
+    """The error that names the first NaN or infinity of a matrix that holds one."""
     step = max(1, CHUNK_ELEMENTS // weight.shape[1])
     chunks = ((row, weight[row : row + step]) for row in range(0, weight.shape[0], step))
     return next(_non_finite(x, row, name) for row, x in chunks if not bool(x.isfinite().all()))

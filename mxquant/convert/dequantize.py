@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-import mxquant.ops.operators  # noqa: F401  (QTensor.dequantize calls an operator)
 from mxquant.checkpoint.formats import registry
 from mxquant.checkpoint.formats.base import Layout
 from mxquant.checkpoint.formats.packed import PackedWeight
@@ -28,6 +27,7 @@ from mxquant.convert.output import (
 )
 from mxquant.convert.pipeline import DEFAULT_SHARD_BYTES, Progress
 from mxquant.errors import CheckpointError
+from mxquant.ops.operators import dequantize
 
 
 def dequantize_model(
@@ -104,7 +104,7 @@ def _write(weight: PackedWeight, checkpoint: Checkpoint, dtype: torch.dtype, wri
     offset = 0
     for matrix in weight.read(checkpoint):
         q = matrix.qtensor()
-        dense = q.dequantize(dtype)
+        dense = dequantize(q, dtype)
         _check_finite(weight, q, dense)
         writer.write(weight.name, dense.t() if weight.transposed else dense, offset)
         offset += dense.numel() * dense.element_size()

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import mxquant.ops.operators  # noqa: F401  (QTensor.dequantize calls an operator)
 from mxquant.checkpoint import pytorch
 from mxquant.checkpoint.formats import registry
 from mxquant.checkpoint.layout import INDEX_NAME, SINGLE_NAME
 from mxquant.checkpoint.reader import Checkpoint, read_config, resolve_source
-from mxquant.codec.qtensor import QTensor
 from mxquant.errors import CheckpointError
+from mxquant.ops.operators import dequantize
 from mxquant.transformers.gguf import GgufCheckpoint
 
 
@@ -34,7 +33,7 @@ def open_source(source: str | Path, *, revision: str | None = None) -> Checkpoin
         if not any(folder.glob(Checkpoint.pattern)):
             return _other_than_safetensors(folder)
     method = registry.method_of(read_config(folder), folder)
-    dense = registry.get(method).open_dense(folder, QTensor.dequantize) if registry.knows(method) else None
+    dense = registry.get(method).open_dense(folder, dequantize) if registry.knows(method) else None
     return dense or Checkpoint(folder)
 
 

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import torch
 
-import mxquant.ops.operators  # brings the kernels
 from mxquant.checkpoint.fingerprint import fingerprint, without_times
 from mxquant.checkpoint.formats import registry
 from mxquant.checkpoint.layout import FLOAT_DTYPES, INDEX_NAME, REPORT_NAME
@@ -38,6 +37,8 @@ from mxquant.convert.report import QuantReport
 from mxquant.convert.scan import fit_warnings
 from mxquant.convert.tensor_plan import TensorPlan
 from mxquant.convert.work_folder import work_folder
+from mxquant.ops import backends
+from mxquant.ops.operators import quantize_rows
 from mxquant.schemes.formats import QuantScheme
 from mxquant.schemes.recipe import QuantRecipe
 from mxquant.transformers.kinds import Kind
@@ -280,6 +281,7 @@ class _Run:
             global_scale=global_scale,
             device=self.device,
             with_stats=True,
+            quantize=quantize_rows,
         )
         for start in quantizer.starts:
             yield _Job(t, index, quantizer, start)
@@ -310,8 +312,8 @@ class _Run:
 
 def _kernels(device: torch.device) -> str:
     """What computes: the sums of errors in the report depend on it in their last digits."""
-    found = mxquant.ops.operators.backend(device.type)
-    return "reference" if found is None else str(found.describe("quantize"))
+    found = backends.backend(device.type)
+    return "reference" if found is None else found.describe("quantize")
 
 
 def versions() -> dict[str, str]:

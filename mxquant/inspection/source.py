@@ -11,19 +11,18 @@ from pathlib import Path
 
 import torch
 
-import mxquant.ops.operators  # noqa: F401  (brings the kernels)
 from mxquant.checkpoint.formats import registry
 from mxquant.checkpoint.formats.base import Layout
 from mxquant.checkpoint.formats.packed import Matrix, PackedWeight
 from mxquant.checkpoint.layout import FLOAT_DTYPES, REPORT_NAME
 from mxquant.checkpoint.reader import Checkpoint
 from mxquant.codec.amax import group_amax
-from mxquant.codec.rounding import quantize_tensor
 from mxquant.codec.scaling import global_scale_for
 from mxquant.convert import open_source as sources
 from mxquant.errors import CheckpointError, WeightError
 from mxquant.inspection.faults import Verification
 from mxquant.inspection.summary import Steps
+from mxquant.ops.operators import quantize_tensor
 from mxquant.schemes.formats import QuantScheme
 
 # Without a report to compare with: no rounding to the nearest element comes near this error.

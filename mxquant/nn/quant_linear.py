@@ -12,6 +12,7 @@ from mxquant.checkpoint.formats import native
 from mxquant.checkpoint.formats.packed import GLOBAL_SCALE
 from mxquant.codec.numerics import scale_dtype
 from mxquant.codec.qtensor import QTensor
+from mxquant.kernels.backend import PreparedLinear
 from mxquant.ops import operators as ops
 from mxquant.schemes.activations import ActivationScheme
 from mxquant.schemes.formats import QuantScheme
@@ -76,7 +77,7 @@ class QuantLinear(nn.Module):
         self._scheme_text = scheme.text
         self._scale_dtype, self._shape = kind, (self.out_features, self.in_features)
         self._sizes = (self._packed_shape[0] * self._packed_shape[1], self.weight_scale.numel())
-        self._call: Any = None  # the product as a prepared call of a kernel
+        self._call: PreparedLinear | None = None  # the product as a prepared call of a kernel
 
     @property
     def activations(self) -> ActivationScheme | None:
@@ -110,7 +111,7 @@ class QuantLinear(nn.Module):
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The dense weight ``[out_features, in_features]``."""
-        return self.qweight.dequantize(dtype)
+        return ops.dequantize(self.qweight, dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self._dynamic is not None:
@@ -122,7 +123,7 @@ class QuantLinear(nn.Module):
                 return y
         return torch.ops.mxquant.linear(x, *self._operands())
 
-    def _prepared(self) -> Any:
+    def _prepared(self) -> PreparedLinear | None:
         """The layer's product as a prepared call of a kernel; None if there is none for it."""
         # Looking up a buffer as an attribute takes as long as a small kernel.
         buffers: dict[str, Any] = self._buffers

@@ -155,7 +155,13 @@ SCALES: dict[str, ScaleFormat] = {
         ScaleFormat("fp32", 32, 23, 127, 0, True, ("absmax",), "absmax", "absmax", "IEEE 754 binary32, for studies"),
     )
 }
-RULES = tuple(sorted({rule for fmt in SCALES.values() for rule in fmt.rules}))
+
+
+def scale_rules() -> list[str]:
+    """The scale rules of all scale formats."""
+    return sorted({rule for fmt in SCALES.values() for rule in fmt.rules})
+
+
 _NAN_CODES: dict[str, range | tuple[int, ...]] = {
     # The unsigned use of E4M3 has 7 bits; a set sign bit is never written, so it decodes to NaN.
     "e4m3": range(0x7F, 0x100),
@@ -385,7 +391,7 @@ def _part_fields(part: str) -> dict[str, Any]:
         return {"scale": scale, "global_scale": bool(plus)}
     if part in ROUNDINGS:
         return {"rounding": part}
-    if part in RULES:
+    if part in scale_rules():
         return {"scale_rule": part}
     return {"block": parse_block(part)} if part[:1].isdigit() else {}
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mxquant
-from mxquant.kernels.triton import backend
+from mxquant.kernels.triton.backend import TritonBackend
 from mxquant.ops.grouped import grouped_linear
 from mxquant.schemes.formats import QuantScheme
 
@@ -26,7 +26,7 @@ def implementation(request):
         pytest.skip("needs Triton's interpreter")
 
     def run(x, ends, packed, scale, global_scale, scheme, *, columns, bias=None):
-        return backend.grouped_linear(x, ends, packed, scale, global_scale, bias, scheme)
+        return TritonBackend().grouped_linear(x, ends, packed, scale, global_scale, bias, scheme)
 
     return run
 

@@ -21,7 +21,7 @@ from mxquant.ops.operators import fake_quantize, quantize
 from mxquant.schemes.formats import ELEMENTS, SCALES, QuantScheme
 from mxquant.theory.distributions import maximum_quantiles
 from mxquant.theory.elements import element_error
-from mxquant.theory.levels import WHOLE_BLOCK_RULES, is_sampled, scale_levels
+from mxquant.theory.levels import TABLED_RULES, is_sampled, scale_levels
 from mxquant.theory.sampled import sampled_error
 
 DISTRIBUTIONS = ("gaussian", "laplace", "uniform", "student-t:5")
@@ -393,7 +393,7 @@ def test_stochastic_rounding_is_the_mean_over_both_neighbours(element):
         assert saturated == pytest.approx(3**power)
 
 
-RULES = [(s, rule) for s in SCALES if s != "fp32" for rule in SCALES[s].rules if rule not in WHOLE_BLOCK_RULES]
+RULES = [(s, rule) for s in SCALES if s != "fp32" for rule in SCALES[s].rules if rule in TABLED_RULES]
 
 
 @pytest.mark.parametrize("element", ["fp4_e2m1", "fp8_e4m3"])
