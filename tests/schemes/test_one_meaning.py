@@ -19,7 +19,7 @@ from mxquant.cli.options import scheme_from
 from mxquant.cli.quantize import quantize_command
 from mxquant.errors import SchemeError
 from mxquant.schemes.activations import ActivationScheme
-from mxquant.schemes.formats import ELEMENTS, MAX_BLOCK_ELEMENTS, ROUNDINGS, RULES, SCALES, QuantScheme
+from mxquant.schemes.formats import ELEMENTS, MAX_BLOCK_ELEMENTS, ROUNDINGS, SCALES, QuantScheme, scale_rules
 from mxquant.schemes.recipe import QuantRecipe
 
 # Written out, so that the meaning is stated here and not asked of the code under test.
@@ -43,7 +43,7 @@ CHANGES = [
     *(("scale", value) for value in SCALES),
     *(("block", value) for value in (8, 16, (32, 32))),
     *(("global_scale", value) for value in (True, False)),
-    *(("scale_rule", value) for value in RULES),
+    *(("scale_rule", value) for value in scale_rules()),
     *(("rounding", value) for value in ROUNDINGS),
 ]
 CASES = [{}, *({k: v} for k, v in CHANGES)]
