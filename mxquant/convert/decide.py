@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +22,8 @@ from mxquant.transformers.fused import fused_groups
 from mxquant.transformers.kinds import Kind
 from mxquant.transformers.mixtures import Layout, Piece, Place, layout, problems_of
 from mxquant.transformers.select import Kept, dense_by_accident, pattern_problems, select
+
+_OF_NO_PARAMETER = "not a parameter of the model class, or only a part of one"
 
 
 @dataclass
@@ -95,6 +98,7 @@ def _decide(
     weights: dict[str, Parameter] = {
         p.module: p for p in parameters.values() if p.tied_to and p.name.endswith(".weight")
     }
+    strangers: list[str] = []  # modules of the files alone, such as layers that predict several tokens
     for info in checkpoint.tensors.values():
         place = mapper.place(info.name)
         parameter = parameters.get(place.parameter) if place else None
@@ -106,14 +110,12 @@ def _decide(
         if place and place.is_whole and not parameter:
             tensors.append(TensorPlan(info.name, info.dtype, info.shape, Kind.BUFFER, None, "buffer"))
             continue
-        if place is None and mapper.ignores(info.name):
-            tensors.append(
-                TensorPlan(info.name, info.dtype, info.shape, Kind.IGNORED, None, "ignored by the model class")
-            )
-            continue
         if not (place and parameter and place.is_whole):
-            reason = "not a parameter of the model class, or only a part of one"
-            tensors.append(TensorPlan(info.name, info.dtype, info.shape, Kind.UNKNOWN, None, reason))
+            t = TensorPlan(info.name, info.dtype, info.shape, Kind.UNKNOWN, None, _OF_NO_PARAMETER)
+            if place is None and mapper.ignores(info.name):
+                t.kind, t.reason = Kind.IGNORED, "ignored by the model class"
+            strangers.append(t.module)
+            tensors.append(t)
             continue
         stored = parameter.shape[::-1] if parameter.transposed else parameter.shape
         if info.shape != stored:
@@ -130,7 +132,7 @@ def _decide(
     if misfits:  # of a config that is another model's there are hundreds
         problems.append(misfits[0] + (f" (and {len(misfits) - 1} more like it)" if len(misfits) > 1 else ""))
     _group(tensors)
-    problems += pattern_problems(recipe, weights)
+    problems += pattern_problems(recipe, weights, strangers)
     return tensors, problems + _check_experts(tensors, parameters)
 
 
@@ -197,11 +199,7 @@ def _check_coverage(tensors: list[TensorPlan], recipe: QuantRecipe, allow_dense:
     if not any(t.scheme for t in tensors):
         return ["nothing would be quantized: no linear layer is matched by the recipe"]
     matrices = [t for t in tensors if len(t.shape) >= 2 and not t.kind.expected]
-    kept = [
-        Kept(t.name, t.parameters, t.reason)
-        for t in matrices
-        if not t.scheme and not (t.kind.quantized and recipe.decide(t.module).named)
-    ]
+    kept = [Kept(t.name, t.parameters, t.reason) for t in matrices if not t.scheme and not _kept_by_rule(t, recipe)]
     accident = None if allow_dense else dense_by_accident(kept, sum(t.parameters for t in matrices))
     if accident is None:
         return []
@@ -209,3 +207,12 @@ def _check_coverage(tensors: list[TensorPlan], recipe: QuantRecipe, allow_dense:
         f"{accident.share:.0%} of the weights in matrices would stay dense without a rule saying so, e.g. "
         f"{accident.largest.name} ({accident.largest.reason}); exclude them, or pass --allow-dense"
     ]
+
+
+def _kept_by_rule(t: TensorPlan, recipe: QuantRecipe) -> bool:
+    """Whether somebody said that a tensor stays dense.
+
+    An ``include`` that leaves out what is no linear layer of the model does not say so of that.
+    """
+    decision = recipe.decide(t.module)
+    return decision.named and (t.kind.quantized or any(re.search(p, t.module) for p in recipe.dense_patterns))

@@ -126,6 +126,11 @@ class QuantRecipe:
         """The patterns of rules and include that have a module quantized."""
         return [r.pattern for r in self.rules if r.scheme is not None] + list(self.include)
 
+    @property
+    def dense_patterns(self) -> list[str]:
+        """The patterns of rules and exclude that keep a module dense."""
+        return [r.pattern for r in self.rules if r.scheme is None] + list(self.exclude)
+
     def unused_patterns(self, names: Sequence[str]) -> list[str]:
         """The patterns of rules, include and exclude that match none of ``names``."""
         patterns = [r.pattern for r in self.rules] + list(self.include) + list(self.exclude)

@@ -46,13 +46,20 @@ def selected_by_default(parameters: Iterable[Parameter]) -> list[Parameter]:
     return [p for p in parameters if p.kind.quantized and p.tied_to is None]
 
 
-def pattern_problems(recipe: QuantRecipe, weights: Mapping[str, Parameter]) -> list[str]:
+def pattern_problems(recipe: QuantRecipe, weights: Mapping[str, Parameter], others: Iterable[str] = ()) -> list[str]:
     """Patterns that match nothing, or name what cannot be quantized. ``weights``: by module, tied ones included.
+
+    ``others``: modules of the files that the model's class does without, which a rule may keep dense.
 
     A pattern may well match embeddings and norms beside all linear layers, as ``layers`` or ``.*`` do. One that
     names an embedding and not every linear layer was meant for it, and would be dropped without a word.
     """
-    problems = [f"pattern {p!r} matches no module of the model" for p in recipe.unused_patterns(list(weights))]
+    dense = set(recipe.dense_patterns)
+    problems = [
+        f"pattern {p!r} matches no module of the model"
+        for p in recipe.unused_patterns(list(weights))
+        if not (p in dense and any(re.search(p, name) for name in others))
+    ]
     linear = {name for name, p in weights.items() if p.kind.quantized}
     for pattern in recipe.quantizing_patterns:
         matched = {name: p for name, p in weights.items() if re.search(pattern, name) and recipe.decide(name).scheme}

@@ -166,6 +166,28 @@ def test_layers_that_engines_load_and_the_class_does_without_are_listed(tmp_path
     assert not is_match("mtp.norm", linear, said)
 
 
+@pytest.mark.parametrize("scheme", FORMATS)
+def test_a_rule_keeps_layers_dense_that_only_engines_know(scheme, tmp_path):
+    """Without it, more than 5 % of the weights would stay dense unasked, and the message says to exclude them."""
+    source = make(hf.AutoModelForCausalLM, hf.LlamaConfig(**_TEXT), tmp_path / "source", torch.bfloat16)
+    tensors = load_file(source / "model.safetensors")
+    extra = {"model.layers.2.eh_proj.weight": torch.randn(64, 128).bfloat16()}
+    save_file({**tensors, **extra}, source / "model.safetensors", metadata={"format": "pt"})
+    default = QuantScheme.parse(scheme)
+    with pytest.raises(PlanError, match=r"model\.layers\.2\.eh_proj\.weight .*exclude them"):
+        plan_model(source, default)
+    with pytest.raises(PlanError, match=r"eh_proj"):
+        plan_model(source, QuantRecipe(default=default, include=("layers.[01]",)))
+    for recipe in (
+        QuantRecipe(default=default, exclude=(r"layers\.2\.",)),
+        QuantRecipe.from_dict({"rules": [{"eh_proj": "dense"}], "default": scheme}),
+    ):
+        _, plan = plan_model(source, recipe)
+        assert len(plan.quantized) == 14
+    with pytest.raises(PlanError, match="'eh_proj' matches no module"):
+        plan_model(source, QuantRecipe.from_dict({"rules": [{"eh_proj": scheme}], "default": scheme}))
+
+
 _QWEN_NEXT = {
     **_TEXT,
     **{"head_dim": 16, "num_experts": 0, "layer_types": ["linear_attention", "full_attention"]},
