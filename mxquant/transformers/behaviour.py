@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from mxquant.transformers.architectures import silent
+
 _TOKENS = 8
 
 
@@ -70,10 +72,11 @@ def _buffers(model: nn.Module) -> dict[str, tuple[int, torch.dtype]]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without PyTorch's log of what fake tensors could not do."""
+    """Without PyTorch's log of what fake tensors could not do, and what transformers says of slow kernels."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
-        yield
+        with silent():
+            yield
     finally:
         logger.disabled = before
