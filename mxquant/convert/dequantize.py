@@ -104,10 +104,18 @@ def _write(weight: PackedWeight, checkpoint: Checkpoint, dtype: torch.dtype, wri
     offset = 0
     for matrix in weight.read(checkpoint):
         q = matrix.qtensor()
+        _check_global_scale(weight, q)
         dense = dequantize(q, dtype)
         _check_finite(weight, q, dense)
         writer.write(weight.name, dense.t() if weight.transposed else dense, offset)
         offset += dense.numel() * dense.element_size()
+
+
+def _check_global_scale(weight: PackedWeight, q: QTensor) -> None:
+    """Values may be finite whatever it is: an infinite divisor makes them zero, a negative one turns their signs."""
+    divisor = q.global_scale
+    if divisor is not None and not bool(((divisor > 0) & divisor.isfinite()).all()):
+        raise CheckpointError(f"{weight.name}: its global scale is {float(divisor)}; it must be positive and finite")
 
 
 def _check_finite(weight: PackedWeight, q: QTensor, dense: torch.Tensor) -> None:

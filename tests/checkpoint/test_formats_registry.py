@@ -323,6 +323,29 @@ def test_values_that_are_no_numbers_are_refused_by_name(text, make_checkpoint, t
     assert not (tmp_path / "d").exists()
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -5.0, 0.0])
+@pytest.mark.parametrize("text", ["ue5m3+global/16", "nvfp4"])
+def test_a_global_scale_that_is_no_divisor_is_refused_by_name(text, value, make_checkpoint, tmp_path):
+    """An infinite one makes all weights zero, a negative one turns their signs; all of them are finite then."""
+    folder = tmp_path / "q"
+    mxquant.quantize_model(make_checkpoint("llama-even", "bfloat16"), folder, text)
+    tensors = load_file(folder / "model.safetensors")
+    name = sorted(n for n in tensors if n.endswith("up_proj.weight_global_scale"))[-1]
+    tensors[name] = torch.full_like(tensors[name], value)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=rf"{name.removesuffix('_global_scale')}: its global scale is {value}"):
+        mxquant.dequantize_model(folder, tmp_path / "d")
+    assert not (tmp_path / "d").exists()
+
+
+def test_a_method_without_a_name_is_said_to_be_unknown(make_checkpoint, tmp_path):
+    source = Path(make_checkpoint("llama", "bfloat16"))
+    (tmp_path / "model.safetensors").symlink_to(source / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"bits": 4}}))
+    assert "quantized by an unknown method" in run("dequantize", tmp_path, tmp_path / "d").stderr
+
+
 def test_values_too_large_for_the_dtype_are_refused(tmp_path):
     packed, scale = torch.full((4, 16), 0x77, dtype=torch.uint8), torch.full((4, 1), 150, dtype=torch.uint8)
     weight = {"dtype": "fp4", "scale_format": "e8m0", "group_size": 32}

@@ -95,7 +95,7 @@ def find(checkpoint: Checkpoint) -> Layout:
     """
     config = quantization_of(checkpoint.config, checkpoint.folder)
     if config is not None and not knows(str(config.get("quant_method"))):
-        method = config.get("quant_method")
+        method = config.get("quant_method", "an unknown method")
         raise UnknownFormatError(f"{checkpoint.folder} is quantized by {method}; known are {_known()}")
     return layout_of(config, checkpoint.tensors)
 
