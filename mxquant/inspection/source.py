@@ -27,8 +27,9 @@ from mxquant.schemes.formats import QuantScheme
 
 # Without a report to compare with: no rounding to the nearest element comes near this error.
 _IMPLAUSIBLE = 0.5
-# The report's sums are fp32, these fp64.
+# The report's sums are fp32, these fp64: how far apart the errors may be, relatively, and where they are mere rounding.
 _SAME_ERROR = 1e-3
+_FP32_ROUNDING = 2.0**-23
 _CHUNK = 1 << 24
 # Matrices looked at in a stack of experts, unless all are.
 _EXPERTS = 4
@@ -176,7 +177,7 @@ class SourceComparison:
         self.errors[weight.name] = error
         said = None if self._said is None else self._said.errors.get(weight.name)
         if said is not None and len(chosen) == weight.matrices:
-            if not abs(error - said) <= _SAME_ERROR * max(said, 1e-6):
+            if not abs(error - said) <= _SAME_ERROR * said + _FP32_ROUNDING:
                 found.add("weights", f"{weight.name} has relative error {error:.6f}, the report says {said:.6f}")
         elif not error <= _IMPLAUSIBLE and said is None:
             found.add("weights", f"{weight.name} has relative error {error:.3f}: another weight than the source's")

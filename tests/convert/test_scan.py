@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import mxquant
 from mxquant.convert.pipeline import plan_model
+from mxquant.inspection.verify import verify_checkpoint
 
 K = "model.layers.1.self_attn.k_proj.weight"
 UP, GATE, DOWN = (f"model.layers.0.mlp.{p}_proj.weight" for p in ("up", "gate", "down"))
@@ -101,3 +102,15 @@ def test_reports_are_valid_json_for_weights_of_any_width(changed, tmp_path):
     assert found[UP]["relative_error"] == 1.0
     assert 0 < found[DOWN]["relative_error"] <= 1.0
     assert run("verify", tmp_path / "q", "--source", tmp_path / "source", "--all").exit_code == 0
+
+
+def test_an_error_below_the_rounding_of_fp32_is_no_fault(changed, tmp_path):
+    """Beside one weight of 3e38 the others do not count: what is left of the error is that of the report's sums."""
+
+    def one_huge(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[K] = tensors[K].bfloat16()
+        tensors[K][3, 5] = 3e38
+
+    source = changed(one_huge)
+    mxquant.quantize_model(source, tmp_path / "q", "nvfp4")
+    assert not verify_checkpoint(tmp_path / "q", source, samples=None, load=False).faults
