@@ -94,10 +94,10 @@ def build_meta_model(folder: Path, *, trust_remote_code: bool = False) -> PreTra
     return model.eval()
 
 
-def inventory(model: Any, written: Collection[str] = ()) -> list[Parameter]:
+def inventory(model: Any, handled: Collection[str] = ()) -> list[Parameter]:
     """Every parameter of the model, in order, tied ones included.
 
-    ``written``: those that the model changes as it runs, see :func:`mxquant.transformers.behaviour.watch`.
+    ``handled``: those that the model changes or reads as it runs, see :mod:`mxquant.transformers.behaviour`.
     """
     from transformers.pytorch_utils import Conv1D
 
@@ -116,8 +116,8 @@ def inventory(model: Any, written: Collection[str] = ()) -> list[Parameter]:
         elif inside and (transposed := matrices(module).get(leaf)) is not None:
             experts, rows, columns = (shape[0], shape[2], shape[1]) if transposed else shape
             found.append(Parameter(name, Kind.EXPERTS, (experts, rows, columns), transposed, source))
-        elif name in written:
-            found.append(Parameter(name, Kind.HANDLED, shape, tied_to=source, reason="changed by the model as it runs"))
+        elif name in handled:
+            found.append(Parameter(name, Kind.HANDLED, shape, tied_to=source, reason="handled by the model itself"))
         elif name in recurrent:
             found.append(Parameter(name, Kind.STATE_SPACE, shape, tied_to=source, reason=STATE_SPACE_REASON))
         elif name in routing:
