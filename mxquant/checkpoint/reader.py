@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mxquant.checkpoint import damage
-from mxquant.checkpoint.layout import INDEX_NAME, ITEM_SIZES, REPORT_NAME, SINGLE_NAME
+from mxquant.checkpoint.layout import ITEM_SIZES, REPORT_NAME
+from mxquant.checkpoint.weight_files import CONFIG_KEY, first_file, is_index, is_pytorch, precedence
 from mxquant.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -90,7 +91,8 @@ class Checkpoint:
     or inconsistent.
     """
 
-    index_name, single_name, pattern = INDEX_NAME, SINGLE_NAME, "*.safetensors"
+    pattern = "*.safetensors"
+    _pytorch = False
 
     def __init__(self, folder: Path):
         self.source = self.folder = folder
@@ -98,7 +100,12 @@ class Checkpoint:
         self.held_bytes = 0
         self.warnings: list[str] = []
         self._handles: dict[Path, Any] = {}
-        index = self._weight_map() if os.path.lexists(folder / self.index_name) else None
+        first = first_file(folder, self.config)
+        self.config.pop(CONFIG_KEY, None)  # of the source's files, and no others
+        self._first = first if first is not None and is_pytorch(first) == self._pytorch else None
+        if self._first is not None and (sentence := precedence(folder, self._first)):
+            self.warnings.append(sentence)
+        index = self._weight_map(self._first) if self._first is not None and is_index(self._first) else None
         self.tensors: dict[str, TensorInfo] = {}
         for file in self._find_shards(index):
             for info in self._read_header(file):
@@ -147,12 +154,12 @@ class Checkpoint:
             missing = [f.name for f in files if not os.path.exists(f)]  # False for a name that is too long, too
             if missing:
                 raise CheckpointError(
-                    f"{self.folder}: {self.index_name} names {', '.join(missing[:3])}, which is not in the folder; "
+                    f"{self.folder}: {self._first} names {', '.join(missing[:3])}, which is not in the folder; "
                     "download it again"
                 )
             return files
-        if (self.folder / self.single_name).exists():
-            return [self.folder / self.single_name]
+        if self._first is not None:
+            return [self.folder / self._first]
         files = sorted(f for f in self.folder.glob(self.pattern) if f.name != damage.ADAPTER_WEIGHTS)
         if files:
             lost = damage.incomplete_set(files)
@@ -165,8 +172,8 @@ class Checkpoint:
             hint = f"{others[0]} cannot be read: convert it with save_pretrained first"
         raise CheckpointError(f"{self.folder}: no safetensors files" + (f"; {hint}" if hint else ""))
 
-    def _weight_map(self) -> dict[str, str]:
-        index = self.folder / self.index_name
+    def _weight_map(self, name: str) -> dict[str, str]:
+        index = self.folder / name
         mapping = damage.read_json_object(index).get("weight_map")
         if not isinstance(mapping, dict) or not mapping:
             raise CheckpointError(f"{index}: not a valid index, its weight_map names no tensors")
@@ -179,11 +186,11 @@ class Checkpoint:
         for name, file in index.items():
             info = self.tensors.get(name)
             if info is None or info.file.name != file:
-                raise CheckpointError(f"{self.index_name}: tensor {name} is not in {file}")
+                raise CheckpointError(f"{self._first}: tensor {name} is not in {file}")
         for name, info in self.tensors.items():
             if name not in index:
                 raise CheckpointError(
-                    f"{self.index_name} does not list tensor {name}, which is in {info.file.name}; "
+                    f"{self._first} does not list tensor {name}, which is in {info.file.name}; "
                     "without the index, all files are read as they are"
                 )
 

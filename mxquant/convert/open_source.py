@@ -7,8 +7,8 @@ from pathlib import Path
 
 from mxquant.checkpoint import pytorch
 from mxquant.checkpoint.formats.gpt_oss import GptOssCheckpoint, is_gpt_oss
-from mxquant.checkpoint.layout import INDEX_NAME, SINGLE_NAME
 from mxquant.checkpoint.reader import Checkpoint, read_config, resolve_source
+from mxquant.checkpoint.weight_files import first_file, is_pytorch
 from mxquant.errors import CheckpointError
 from mxquant.transformers.gguf import GgufCheckpoint
 
@@ -26,17 +26,18 @@ def open_source(source: str | Path, *, revision: str | None = None) -> Checkpoin
             raise CheckpointError(f"{source} is a file, which has no revisions; drop --revision {revision}")
         return GgufCheckpoint(path)
     folder = resolve_source(source, revision=revision)
-    if not _has(folder, SINGLE_NAME, INDEX_NAME):
-        if _has(folder, pytorch.SINGLE_NAME, pytorch.INDEX_NAME):
-            return pytorch.PytorchCheckpoint(folder)
-        if not any(folder.glob(Checkpoint.pattern)):
-            return _other_than_safetensors(folder)
-    return GptOssCheckpoint(folder) if is_gpt_oss(read_config(folder)) else Checkpoint(folder)
+    config = read_config(folder) if _is_there(folder / "config.json") else {}  # which GGUF files do without
+    first = first_file(folder, config)
+    if first is not None and is_pytorch(first):
+        return pytorch.PytorchCheckpoint(folder)
+    if first is None and not any(folder.glob(Checkpoint.pattern)):
+        return _other_than_safetensors(folder)
+    return GptOssCheckpoint(folder) if is_gpt_oss(config) else Checkpoint(folder)
 
 
-def _has(folder: Path, *names: str) -> bool:
-    """Whether one of the names is there, be it a link to nothing: that is a broken source, not one of another kind."""
-    return any(os.path.lexists(folder / name) for name in names)
+def _is_there(path: Path) -> bool:
+    """Even as a link to nothing: that is a broken source, not one of another kind."""
+    return os.path.lexists(path)
 
 
 def _other_than_safetensors(folder: Path) -> Checkpoint:
