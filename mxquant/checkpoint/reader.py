@@ -13,21 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mxquant.checkpoint import damage
-from mxquant.checkpoint.layout import ITEM_SIZES, REPORT_NAME
+from mxquant.checkpoint.layout import ITEM_SIZES
+from mxquant.checkpoint.side_files import WEIGHT_SUFFIXES, SideFiles, side_files
 from mxquant.checkpoint.weight_files import CONFIG_KEY, first_file, is_index, is_pytorch, precedence
 from mxquant.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
 
-# Weight files of any framework: never carried along as side files.
-WEIGHT_SUFFIXES = (
-    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack",
-    ".onnx", ".onnx_data", ".onnx.data", ".ot", ".tflite", ".npz", ".mlmodel",
-)  # fmt: skip
-_INDEX_SUFFIXES = (".safetensors.index.json", ".bin.index.json")
-# Folders that are no part of a model: other people's copies of the weights, with their own side files; byte code.
-_FOREIGN_FOLDERS = ("original", "__pycache__")
 PYTORCH_FILES = "pytorch_model*.bin"
 
 
@@ -144,9 +137,15 @@ class Checkpoint:
         except Exception as error:  # SafetensorError and OSError, by version
             raise CheckpointError(f"{file.name}: cannot read tensor {name}: {error}") from error
 
-    def side_files(self) -> list[Path]:
-        """Every file to carry along, relative to the folder."""
-        return side_files(self.folder)
+    def side_files(self) -> SideFiles:
+        """Every file to carry along, and what is left out."""
+        return side_files(self.folder, self.weight_files)
+
+    def files(self) -> list[Path]:
+        """Every file that an output is made from."""
+        first = [] if self._first is None else [self.folder / self._first]
+        carried = [self.folder / relative for relative in self.side_files().carried]
+        return [self.folder / "config.json", *first, *self.weight_files, *carried]
 
     def _find_shards(self, index: dict[str, str] | None) -> list[Path]:
         if index is not None:
@@ -207,26 +206,6 @@ class Checkpoint:
             part = handle.get_slice(name)
             dtype, shape = part.get_dtype(), tuple(part.get_shape())
             yield TensorInfo(name, dtype, shape, _nbytes(name, dtype, shape), file)
-
-
-def side_files(folder: Path) -> list[Path]:
-    """What to carry along of a model folder, relative to it: all but weights, indexes and config.json.
-
-    A subfolder with weights in it (``onnx/``, ``checkpoint-500/``) is another model, left out as a whole.
-    """
-    files, others = [], set()
-    for path in sorted(folder.rglob("*")):
-        relative = path.relative_to(folder)
-        foreign = any(part.startswith(".") or part in _FOREIGN_FOLDERS for part in relative.parts)
-        if foreign or path.is_dir():
-            continue
-        if path.name.endswith((*WEIGHT_SUFFIXES, *_INDEX_SUFFIXES)):
-            others.add(relative.parts[0])
-        elif path.is_symlink() and not path.exists():
-            raise CheckpointError(f"{path} is a link to nothing; download the model again")
-        elif path.is_file() and str(relative) not in ("config.json", REPORT_NAME):
-            files.append(relative)
-    return [f for f in files if len(f.parts) == 1 or f.parts[0] not in others]
 
 
 def read_config(folder: Path) -> dict[str, Any]:

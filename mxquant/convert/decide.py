@@ -62,7 +62,7 @@ def _tied(parameters: dict[str, Parameter], present: Collection[str | None]) -> 
     groups: dict[str, list[str]] = defaultdict(list)
     for p in parameters.values():
         groups[p.tied_to or p.name].append(p.name)
-    tied = {}
+    tied: dict[str, str] = {}
     for source, names in groups.items():
         holder = source if source in present else next((n for n in names if n in present), source)
         tied |= {name: holder for name in names if name not in present and name != holder}

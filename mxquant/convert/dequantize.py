@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from mxquant.checkpoint.damage import check_no_adapter
 from mxquant.checkpoint.formats import compressed_tensors, native
 from mxquant.checkpoint.layout import INDEX_NAME, OutputTensor
 from mxquant.checkpoint.reader import Checkpoint, TensorInfo, resolve_source
@@ -54,8 +55,9 @@ def dequantize_model(
     if method not in _SUFFIXES:
         what = f"quantized by {method}, which cannot be read here" if method else "not quantized"
         raise CheckpointError(f"{checkpoint.folder} is {what}")
+    check_no_adapter(checkpoint.folder)
     out = Path(out)
-    check_output(out, checkpoint.folder, overwrite)
+    check_output(out, checkpoint, overwrite)
     reader = _Reader(checkpoint, method, quantization, dtype or _config_dtype(config))
     shards = plan_shards([[o] for o in reader.outputs], max_shard_bytes)
     check_disk_space(out.absolute(), sum(o.nbytes for o in reader.outputs))

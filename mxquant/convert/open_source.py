@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from mxquant.checkpoint import pytorch
+from mxquant.checkpoint.damage import check_no_adapter
 from mxquant.checkpoint.formats.gpt_oss import GptOssCheckpoint, is_gpt_oss
 from mxquant.checkpoint.reader import Checkpoint, read_config, resolve_source
 from mxquant.checkpoint.weight_files import first_file, is_pytorch
@@ -26,6 +27,12 @@ def open_source(source: str | Path, *, revision: str | None = None) -> Checkpoin
             raise CheckpointError(f"{source} is a file, which has no revisions; drop --revision {revision}")
         return GgufCheckpoint(path)
     folder = resolve_source(source, revision=revision)
+    checkpoint = _open_folder(folder)
+    check_no_adapter(folder)
+    return checkpoint
+
+
+def _open_folder(folder: Path) -> Checkpoint:
     config = read_config(folder) if _is_there(folder / "config.json") else {}  # which GGUF files do without
     first = first_file(folder, config)
     if first is not None and is_pytorch(first):

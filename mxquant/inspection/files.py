@@ -8,7 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from mxquant.checkpoint.damage import what_file
+from mxquant.checkpoint.damage import check_no_adapter, what_file
 from mxquant.checkpoint.layout import INDEX_NAME, ITEM_SIZES, SINGLE_NAME
 from mxquant.checkpoint.weight_files import first_file, is_index, is_pytorch, precedence
 from mxquant.errors import CheckpointError
@@ -27,6 +27,11 @@ def check_files(folder: Path, found: Verification) -> None:
     except CheckpointError as error:
         found.add("files", str(error))
         return
+    try:
+        check_no_adapter(folder)
+    except CheckpointError as error:  # transformers fails without the adapter's weights, and adds those that are there
+        whole = any(folder.glob("adapter_model.*"))
+        found.warnings.append(str(error)) if whole else found.add("config", str(error))
     if first is None or is_pytorch(first):
         first = None
         there = f"only {', '.join(p.name for p in shards[:3])}" if shards else "no safetensors files at all"
