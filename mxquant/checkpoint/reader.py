@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mxquant.checkpoint import damage
 from mxquant.checkpoint.layout import ITEM_SIZES
-from mxquant.checkpoint.side_files import WEIGHT_SUFFIXES, SideFiles, side_files
+from mxquant.checkpoint.side_files import WEIGHT_SUFFIXES, SideFiles, module_folders, side_files
 from mxquant.checkpoint.weight_files import CONFIG_KEY, first_file, is_index, is_pytorch, precedence
 from mxquant.errors import CheckpointError
 
@@ -62,6 +62,8 @@ def _download(repo: str, revision: str | None) -> Path:
         folder = Path(snapshot_download(repo, revision=revision, ignore_patterns=ignore))
         if not any(folder.glob("*.safetensors")):
             snapshot_download(repo, revision=revision, allow_patterns=[PYTORCH_FILES])
+        if modules := module_folders(folder):  # whose weights may be of any kind
+            snapshot_download(repo, revision=revision, allow_patterns=[f"{path.as_posix()}/*" for path in modules])
         return folder
     except RevisionNotFoundError as error:
         raise CheckpointError(f"{repo} has no revision {revision!r} on the hub") from error

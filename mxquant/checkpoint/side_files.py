@@ -51,7 +51,7 @@ def side_files(folder: Path, read: Collection[Path] = ()) -> SideFiles:
     A subfolder with weights in it (``onnx/``, ``checkpoint-500/``) is another model, left out as a whole, unless
     ``modules.json`` says that it is a part of this one (``2_Dense/``): then its weights are carried along as they are.
     """
-    found, modules = SideFiles(), _modules(folder)
+    found, modules = SideFiles(), module_folders(folder)
     candidates: list[Path] = []
     strangers: set[str] = set()
     for path in _walk(folder, modules):
@@ -95,8 +95,11 @@ def _checked(path: Path, relative: Path) -> Path:
     return relative
 
 
-def _modules(folder: Path) -> list[Path]:
-    """Subfolders that hold modules of the model, by its ``modules.json``; none where that is something else."""
+def module_folders(folder: Path) -> list[Path]:
+    """Subfolders, relative to the folder, that hold modules of the model, by its ``modules.json``.
+
+    None where that file is something else.
+    """
     try:
         entries = json.loads((folder / _MODULES).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -21,7 +21,7 @@ from mxquant.convert.output import (
     open_shard,
     output_folder,
 )
-from mxquant.convert.pipeline import DEFAULT_SHARD_BYTES, Progress
+from mxquant.convert.pipeline import DEFAULT_SHARD_BYTES, Notify, Progress
 from mxquant.errors import CheckpointError
 from mxquant.ops.operators import QTensor
 from mxquant.schemes.formats import QuantScheme
@@ -41,11 +41,12 @@ def dequantize_model(
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     overwrite: bool = False,
     progress: Progress | None = None,
+    notify: Notify | None = None,
 ) -> Path:
     """Write the dense checkpoint that a quantized one stands for.
 
     ``dtype``: of the weights that were quantized; None takes the model's own (``config.json``).
-    Everything else is copied. Reads mxquant's format and compressed-tensors' NVFP4 and MXFP4.
+    Everything else is copied. ``notify`` is called with what a user should know of the files. Reads mxquant's format and compressed-tensors' NVFP4 and MXFP4.
     Raises ``CheckpointError`` for anything else, and for parts that are missing or do not fit.
     """
     checkpoint = Checkpoint(resolve_source(source))
@@ -58,6 +59,9 @@ def dequantize_model(
     check_no_adapter(checkpoint.folder)
     out = Path(out)
     check_output(out, checkpoint, overwrite)
+    if notify:
+        for text in [*checkpoint.warnings, *checkpoint.side_files().warnings()]:
+            notify(text)
     reader = _Reader(checkpoint, method, quantization, dtype or _config_dtype(config))
     shards = plan_shards([[o] for o in reader.outputs], max_shard_bytes)
     check_disk_space(out.absolute(), sum(o.nbytes for o in reader.outputs))

@@ -102,7 +102,9 @@ def test_every_command_reads_the_single_file_beside_an_old_index(gone, folder, t
     assert not found.faults
     assert any(w.startswith(f"{SINGLE} is read") and INDEX in w for w in found.warnings)
     assert {info.file.name for info in open_checkpoint(q).tensors.values()} == {SINGLE}
-    mxquant.dequantize_model(q, tmp_path / "dense")
+    told = []
+    mxquant.dequantize_model(q, tmp_path / "dense", notify=told.append)
+    assert any(text.startswith(f"{SINGLE} is read") for text in told)
     assert load_file(tmp_path / "dense" / SINGLE)[NORM][0] == 3.0
 
 
