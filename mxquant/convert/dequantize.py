@@ -46,7 +46,8 @@ def dequantize_model(
     """Write the dense checkpoint that a quantized one stands for.
 
     ``dtype``: of the weights that were quantized; None takes the model's own (``config.json``).
-    Everything else is copied. ``notify`` is called with what a user should know of the files. Reads mxquant's format and compressed-tensors' NVFP4 and MXFP4.
+    ``notify``: called with what a user should know of the source's files.
+    Everything else is copied. Reads mxquant's format and compressed-tensors' NVFP4 and MXFP4.
     Raises ``CheckpointError`` for anything else, and for parts that are missing or do not fit.
     """
     checkpoint = Checkpoint(resolve_source(source))
