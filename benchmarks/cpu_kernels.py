@@ -26,7 +26,6 @@ from machine import describe, print_table, write_json
 from turns import Turns
 
 import mxquant
-import mxquant.ops.operators
 from mxquant import QuantScheme
 from mxquant.kernels.cpu import backend, library
 

@@ -5,6 +5,8 @@
 
 Both are loaded by transformers in bf16 and continue the same prompt greedily, taking turns. Without
 ``--packed`` the model is quantized to ue5m3/16 first. Embeddings and the output head are dense in both.
+The packed model takes a third turn with every product going through PyTorch's dispatcher: what the
+prepared calls of ``QuantLinear`` (``kernels/cpu/calls.py``) gain.
 """
 
 from __future__ import annotations
@@ -13,14 +15,17 @@ import argparse
 import statistics
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from machine import describe, print_table, write_json
 from transformers import AutoModelForCausalLM, logging
 
 import mxquant
+from mxquant.ops import operators
 
 HERE = Path(__file__).parent
 PROMPT = 16  # tokens
@@ -38,20 +43,27 @@ def measure_generation(model: str, packed: Path | None, tokens: int, repeats: in
             name: AutoModelForCausalLM.from_pretrained(where, dtype=torch.bfloat16).eval()
             for name, where in (("dense", model), ("packed", packed))
         }
-    times: dict[str, list[float]] = {name: [] for name in models}
+    times: dict[str, list[float]] = {name: [] for name in (*models, "dispatched")}
     for turn in range(repeats + 1):
-        for name, m in models.items():
-            taken = _generate(m, tokens)
+        for name in times:
+            with mock.patch.object(operators, "needs_no_dispatcher", _never) if name == "dispatched" else nullcontext():
+                taken = _generate(models.get(name, models["packed"]), tokens)
             if turn:
                 times[name].append(taken)
     ratios = [d / p for d, p in zip(times["dense"], times["packed"], strict=True)]
+    gains = [d / p for d, p in zip(times["dispatched"], times["packed"], strict=True)]
     return {
         "model": Path(model).name,
         "layers": sum(isinstance(m, mxquant.QuantLinear) for m in models["packed"].modules()),
         "tokens": tokens,
         **{f"{name}_tokens_per_second": tokens / statistics.median(taken) for name, taken in times.items()},
         "ratio": statistics.median(ratios),
+        "gain_of_prepared_calls": statistics.median(gains),
     }
+
+
+def _never(x: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    return False
 
 
 def _generate(model: Any, tokens: int) -> float:
@@ -77,6 +89,7 @@ def main() -> None:
     rows = [
         ["dense bf16", f"{found['dense_tokens_per_second']:.1f}", ""],
         ["packed", f"{found['packed_tokens_per_second']:.1f}", f"{found['ratio']:.2f}"],
+        ["packed, dispatched", f"{found['dispatched_tokens_per_second']:.1f}", ""],
     ]
     print_table([found["model"], "tokens/s", "x dense"], rows)
     write_json(args.json, {**describe(), "threads": args.threads, **found})

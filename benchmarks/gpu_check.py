@@ -25,9 +25,11 @@ from mxquant.codec.qtensor import QTensor, dequantize_parts
 from mxquant.codec.rng import derive_key
 from mxquant.codec.rounding import quantize_tensor
 from mxquant.evals.speed import measure, measure_ceilings, seconds
-from mxquant.kernels.triton import backend
+from mxquant.kernels.triton.backend import TritonBackend
 from mxquant.ops import operators as ops
 from mxquant.schemes.formats import SCALES, QuantScheme
+
+TRITON = TritonBackend()
 
 DEVICE = torch.device("cuda")
 BLOCKS = (8, 16, 32, 64, (32, 32), (16, 16))
@@ -59,13 +61,13 @@ def schemes() -> Iterator[QuantScheme]:
 def wrong_with_encoding(scheme: QuantScheme, shape: tuple[int, int]) -> Iterator[str]:
     w = weight(shape)
     q = quantize_tensor(w, scheme, seed=1, name="n")
-    packed, scale = backend.quantize(w, scheme, derive_key(1, "n"), q.global_scale)
+    packed, scale = TRITON.quantize(w, scheme, derive_key(1, "n"), q.global_scale)
     if not torch.equal(scale.view(torch.uint8), q.scale.view(torch.uint8)):
         yield f"quantize {scheme.name} {shape}: scales differ"
     if not torch.equal(packed, q.packed):
         yield f"quantize {scheme.name} {shape}: {int((packed != q.packed).sum())} packed bytes differ"
     for dtype in DTYPES:
-        got = backend.dequantize(q.packed, q.scale, q.global_scale, shape, scheme, dtype)
+        got = TRITON.dequantize(q.packed, q.scale, q.global_scale, shape, scheme, dtype)
         view = torch.int32 if dtype == torch.float32 else torch.int16
         expected = dequantize_parts(q.packed, q.scale, q.global_scale, shape, scheme, dtype)
         if not torch.equal(got.view(view), expected.view(view)):
@@ -86,10 +88,10 @@ def wrong_with_products(scheme: QuantScheme, shape: tuple[int, int]) -> Iterator
     parts = (q.packed, q.scale, q.global_scale)
     for m, dtype in product((1, 3, 16, 17, 64, 300), DTYPES):
         x, bias = torch.randn(m, shape[1], device=DEVICE).to(dtype), torch.randn(shape[0], device=DEVICE).to(dtype)
-        if too_far(backend.linear(x, *parts, bias, shape, scheme), x.double() @ dense.T + bias.double()):
+        if too_far(TRITON.linear(x, *parts, bias, shape, scheme), x.double() @ dense.T + bias.double()):
             yield f"linear {scheme.name} {shape} {m} rows {dtype}: too far from the exact product"
         grad = torch.randn(m, shape[0], device=DEVICE).to(dtype)
-        if m in (3, 300) and too_far(backend.linear_grad(grad, *parts, shape, scheme), grad.double() @ dense):
+        if m in (3, 300) and too_far(TRITON.linear_grad(grad, *parts, shape, scheme), grad.double() @ dense):
             yield f"linear_grad {scheme.name} {shape} {m} rows {dtype}: too far from the exact product"
 
 
@@ -116,7 +118,7 @@ def quantize_speed(scheme: QuantScheme, bandwidth: float) -> dict[str, object]:
     n, k = 14336, 4096
     w = torch.randn(n, k, device=DEVICE, dtype=torch.bfloat16)
     g = torch.ones(1, device=DEVICE) if scheme.global_scale else None
-    taken = seconds(lambda: backend.quantize(w, scheme, 0, g), DEVICE)
+    taken = seconds(lambda: TRITON.quantize(w, scheme, 0, g), DEVICE)
     moved = 2 * w.numel() + scheme.nbytes((n, k))
     return {"scheme": scheme.name, "seconds": taken, "of_copy_bandwidth": moved / taken / bandwidth}
 
@@ -157,7 +159,7 @@ def main() -> None:
             f"{scheme.name:14} {m:5} {n:6} {k:6} {1e6 * row['seconds']:9.1f} us {row['speedup']:6.2f}x "
             f"{row['bandwidth'] / top.bandwidth:5.0%} of copy {row['of_ceiling']:5.0%} of ceiling"
         )
-    quantizers = ("mxfp4", "nvfp4")
+    quantizers = ("mxfp4", "nvfp4/absmax")
     record = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -169,7 +171,7 @@ def main() -> None:
         "copy_bandwidth": top.bandwidth,
         "dense_flops": top.flops,
         "products": table,
-        "quantize": [quantize_speed(QuantScheme.preset(name), top.bandwidth) for name in quantizers],
+        "quantize": [quantize_speed(QuantScheme.parse(name), top.bandwidth) for name in quantizers],
     }
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

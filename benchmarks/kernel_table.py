@@ -31,7 +31,7 @@ EXPERTS = 8
 SCHEMES = {
     "ue5m3/16": QuantScheme(scale="ue5m3", block=16),
     "mxfp4": QuantScheme.preset("mxfp4"),
-    "nvfp4": QuantScheme.preset("nvfp4"),
+    "nvfp4": QuantScheme.preset("nvfp4", scale_rule="absmax"),
     "e8m0/32x32": QuantScheme(scale="e8m0", block=(32, 32), scale_rule="rceil", rounding="stochastic"),
 }
 # Chips whose tensor cores multiply block-scaled FP4 of a scheme.

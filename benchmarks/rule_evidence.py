@@ -22,11 +22,12 @@ import torch
 from machine import describe, print_table, write_json
 
 import mxquant
+from mxquant.codec.qtensor import QTensor
 from mxquant.evals.inplace import LinearWeight, Variant, linear_weights
 from mxquant.evals.models import EvalModel, load_model
 from mxquant.evals.perplexity import Perplexity, evaluate
 from mxquant.evals.text import load_text
-from mxquant.ops.operators import QTensor
+from mxquant.ops.operators import dequantize
 from mxquant.schemes.formats import SCALES, QuantScheme
 
 # Scale format, global scale, block: the usual block of each format, and two more of ue5m3.
@@ -88,7 +89,7 @@ def weight_error(linears: list[LinearWeight], packed: list[list[QTensor]]) -> di
     lost = count = 0
     matrices = [matrix for linear in linears for matrix in linear.matrices]
     for matrix, q in zip(matrices, itertools.chain(*packed), strict=True):
-        weight, decoded = matrix.float(), q.dequantize(torch.float32)
+        weight, decoded = matrix.float(), dequantize(q)
         error += float((decoded - weight).square().sum(dtype=torch.float64))
         signal += float(weight.square().sum(dtype=torch.float64))
         lost += int(((decoded == 0) & (weight != 0)).sum())

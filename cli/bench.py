@@ -8,19 +8,21 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mxquant.cli.common import handle_errors, write_json
-from mxquant.schemes.formats import PRESETS, SCALES
+from mxquant.cli.options import SCHEME_HELP, scheme_from, scheme_options
+from mxquant.schemes.formats import QuantScheme
 
 if TYPE_CHECKING:
     import torch
 
     from mxquant.evals.speed import Ceilings, Shape, Speed
 
-_EPILOG = """\b
+_EPILOG = f"""\b
 Examples:
   mxquant bench --shape 1,14336,4096 --shape 16,14336,4096
   mxquant bench meta-llama/Llama-3-8B --format nvfp4 --plot roofline.png
   mxquant bench meta-llama/Llama-3-8B --scale ue5m3 --block 16 --explain --device cuda
-"""
+
+{SCHEME_HELP}"""
 
 
 class _Shape(click.ParamType):
@@ -37,10 +39,7 @@ class _Shape(click.ParamType):
 @click.argument("model", required=False)
 @click.option("--shape", "shapes", type=_Shape(), multiple=True, metavar="M,N,K", help="Rows, outputs and inputs.")
 @click.option("--rows", default="1,16", show_default=True, metavar="M,M,...", help="Rows of activations for MODEL.")
-@click.option("--format", "preset", type=click.Choice(list(PRESETS)), help="Preset.")
-@click.option("--scale", type=click.Choice(list(SCALES)), help="Block scale format.  [default: ue5m3]")
-@click.option("--block", metavar="N|RxC", help="Block along the input features, or tile.  [default: 16]")
-@click.option("--global-scale/--no-global-scale", default=None, help="One more fp32 scale per tensor.")
+@scheme_options
 @click.option(
     "--dtype",
     type=click.Choice(["bfloat16", "float16", "float32"]),
@@ -72,7 +71,7 @@ def bench_command(model: str | None, shapes: tuple[tuple[int, int, int], ...], *
         raise click.UsageError("name a MODEL or give --shape M,N,K")
     if options["plot"]:
         check_format(options["plot"])
-    scheme, dtype = _scheme(options), getattr(torch, options["dtype"])
+    scheme, dtype = scheme_from(options) or QuantScheme(), getattr(torch, options["dtype"])
     device = torch.device(options["device"]) if options["explain"] and options["device"] != "auto" else None
     device = device or pick_device(options["device"])
     rows = _rows(options["rows"])
@@ -91,11 +90,11 @@ def bench_command(model: str | None, shapes: tuple[tuple[int, int, int], ...], *
 
         options["output"].write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     if options["plot"]:
-        speed.plot_roofline(results, top, options["plot"], f"{scheme.name}, {record['device']}")
+        speed.plot_roofline(results, top, options["plot"], f"{scheme.text}, {record['device']}")
     if options["as_json"]:
         write_json(record)
     else:
-        _print_table(jobs, results, top, record)
+        _print_table(scheme, jobs, results, top, record)
 
 
 def _rows(text: str) -> list[int]:
@@ -103,15 +102,6 @@ def _rows(text: str) -> list[int]:
     if not all(p.strip().isdigit() and int(p) for p in parts):
         raise click.BadParameter(f"{text!r} is not a list of numbers such as 1,16", param_hint="--rows")
     return [int(p) for p in parts]
-
-
-def _scheme(options: dict[str, Any]) -> Any:
-    from mxquant.schemes.formats import QuantScheme, parse_block
-
-    fields = {name: options[name] for name in ("scale", "global_scale") if options[name] is not None}
-    if options["block"] is not None:
-        fields["block"] = parse_block(options["block"])
-    return QuantScheme.preset(options["preset"], **fields) if options["preset"] else QuantScheme(**fields)
 
 
 def _record(results: list[Speed], top: Ceilings, scheme: str, dtype: str, device: torch.device) -> dict[str, Any]:
@@ -134,10 +124,16 @@ def _record(results: list[Speed], top: Ceilings, scheme: str, dtype: str, device
     }
 
 
-def _print_table(jobs: list[tuple[Shape, int]], results: list[Speed], top: Ceilings, record: dict[str, Any]) -> None:
+def _print_table(
+    scheme: QuantScheme,
+    jobs: list[tuple[Shape, int]],
+    results: list[Speed],
+    top: Ceilings,
+    record: dict[str, Any],
+) -> None:
     from mxquant.cli.tables import new_console, new_table
 
-    title = f"{record['scheme']}, {record['dtype']} on {record['device']}"
+    title = f"{scheme.text}, {record['dtype']} on {record['device']}"
     right = ("M", "N", "K", "packed", "dense", "speedup", "TFLOP/s", "GB/s", "of ceiling", "error")
     table = new_table(title, ("layer", "served by"), right)
     for (shape, _), r in zip(jobs, results, strict=True):

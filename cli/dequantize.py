@@ -27,7 +27,7 @@ Example:
 def dequantize_command(path: str, out: Path, dtype: str | None, overwrite: bool) -> None:
     """Write the dense checkpoint that the quantized checkpoint PATH stands for to OUT.
 
-    Reads mxquant's own format and compressed-tensors' NVFP4 and MXFP4.
+    Reads mxquant's own format, compressed-tensors' NVFP4 and MXFP4, ModelOpt's NVFP4, Quark's FP4 and gpt-oss's MXFP4.
     """
     import torch
 

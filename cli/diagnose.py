@@ -10,7 +10,7 @@ import click
 from mxquant.analysis.defaults import BUDGET, SCHEMES
 from mxquant.cli.common import console, handle_errors, progress, write_json
 from mxquant.cli.options import loading_options
-from mxquant.schemes.formats import PRESETS, SCALES, QuantScheme
+from mxquant.schemes.formats import PRESETS, QuantScheme, scale_rules, scheme_fields
 
 if TYPE_CHECKING:
     from mxquant.analysis.diagnose import Subject
@@ -31,13 +31,14 @@ Schemes are written as in recipes: scale/block, with a rule, an element or +glob
 wanted (e4m3+global/8/absmax), or a preset ({", ".join(PRESETS)}). By default:
 {", ".join(SCHEMES)}.
 """
-_RULES = sorted({rule for fmt in SCALES.values() for rule in fmt.rules})
 
 
 @click.command("diagnose", epilog=_EPILOG, context_settings={"max_content_width": 120})
 @click.argument("model")
 @click.option("--schemes", metavar="A,B,...", help="Schemes to measure.  [default: see below]")
-@click.option("--rule", type=click.Choice(_RULES), help="Scale rule of schemes that name none and whose scale has it.")
+@click.option(
+    "--rule", type=click.Choice(scale_rules()), help="Scale rule of schemes that name none and whose scale has it."
+)
 @click.option(
     "--budget",
     type=click.FloatRange(min=0, min_open=True),
@@ -123,14 +124,11 @@ def _schemes(options: dict[str, Any]) -> list[QuantScheme]:
 
 
 def _with_rule(text: str, rule: str | None) -> QuantScheme:
-    """The scheme of a text that names no rule, with ``rule`` where its scale has it."""
-    from dataclasses import replace
-
+    """The scheme of a text, with ``rule`` where the text names no rule and its scale has it."""
     scheme = QuantScheme.parse(text)
-    named = any(part in PRESETS or part in _RULES for part in text.split("/"))
-    if rule is None or named or rule not in scheme.scale_format.rules:
+    if rule is None or "scale_rule" in scheme_fields(text) or rule not in scheme.scale_format.rules:
         return scheme
-    return replace(scheme, scale_rule=rule)
+    return scheme.merge(scale_rule=rule)
 
 
 def _check(options: dict[str, Any]) -> None:

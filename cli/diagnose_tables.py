@@ -14,6 +14,7 @@ from mxquant.analysis.diagnosis import Diagnosis, Mix, bits_of
 from mxquant.analysis.measure import MatrixErrors
 from mxquant.cli.tables import new_console, new_table
 from mxquant.schemes.formats import QuantScheme
+from mxquant.schemes.rules import rules_note
 
 _SIGMA = "\N{GREEK SMALL LETTER SIGMA}"
 _PIPE_WIDTH = 150
@@ -39,7 +40,7 @@ def _about(d: Diagnosis) -> str:
     )
     if d.calibration:
         text += f"; calibrated on {d.calibration.tokens} tokens of {d.calibration.text}"
-    return escape(f"{text}.")
+    return escape(f"{text}. Scale rules: {rules_note(d.schemes)}.")
 
 
 def _schemes(d: Diagnosis, mix: Mix) -> Table:

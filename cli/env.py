@@ -68,7 +68,7 @@ def describe() -> dict[str, Any]:
 
 def _cpu_kernels() -> dict[str, str | None]:
     from mxquant.kernels.cpu import build, library
-    from mxquant.ops.operators import backend
+    from mxquant.ops.backends import backend
 
     loaded = library.load()
     if isinstance(loaded, str):

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mxquant.checkpoint.formats.native import with_wildcards
-from mxquant.checkpoint.reader import TensorInfo
+from mxquant.checkpoint.headers import TensorInfo
 from mxquant.cli.common import human_bytes
 from mxquant.cli.tables import new_console, new_table
 from mxquant.inspection.statistics import DenseStats, ElementStats, ScaleStats

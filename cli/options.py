@@ -1,4 +1,4 @@
-"""Options that commands share: how models are loaded, and which text and tasks they are asked."""
+"""Options that commands share: number formats, how models are loaded, and which text and tasks they are asked."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
+
+from mxquant.schemes.formats import ELEMENTS, PRESETS, ROUNDINGS, SCALES, QuantScheme, scale_rules
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -21,6 +23,36 @@ def all_of(*options: Callable[[F], F]) -> Callable[[F], F]:
     return decorate
 
 
+scheme_options = all_of(
+    click.option("--scheme", metavar="SCHEME", help="Scheme as text, e.g. e4m3+global/8/absmax; see below."),
+    click.option("--format", "preset", type=click.Choice(list(PRESETS)), help="Preset to start from; see below."),
+    click.option("--element", type=click.Choice(list(ELEMENTS)), help="Element format.  [default: fp4_e2m1]"),
+    click.option("--scale", type=click.Choice(list(SCALES)), help="Block scale format.  [default: ue5m3]"),
+    click.option("--block", metavar="N|RxC", help="Block along the input features, or tile.  [default: 16]"),
+    click.option("--global-scale/--no-global-scale", default=None, help="One more fp32 scale per tensor."),
+    click.option(
+        "--scale-rule", type=click.Choice(scale_rules()), help="How a block's scale follows from the block; see below."
+    ),
+    click.option("--rounding", type=click.Choice(ROUNDINGS), help="How elements are rounded.  [default: nearest]"),
+)
+SCHEME_HELP = """\b
+Schemes:
+  --scheme takes the short text that recipes use: preset, element, scale (+global
+  for a global scale), block, scale rule and rounding, with slashes between them.
+  The other options change it, or the preset given as --format. --scale starts
+  afresh: no global scale, and the new format's default rule, unless given too.
+
+\b
+Presets:
+  mxfp4  fp4_e2m1, e8m0 scales, blocks of 32        nvfp4  fp4_e2m1, e4m3 scales, blocks of 16, global scale
+  mxfp8  fp8_e4m3, e8m0 scales, blocks of 32        mxfp6  fp6_e2m3, e8m0 scales, blocks of 32
+
+\b
+Scale rules (the first is the default):
+  e4m3, ue5m3  search, absmax, absmax-nonzero, ceil, four-over-six
+  e8m0         even, floor, ceil, rceil, oas, search
+  bf16, fp32   absmax
+"""
 seq_len_option = click.option(
     "--seq-len",
     type=click.IntRange(min=2),
@@ -62,3 +94,15 @@ def check_task_options(options: dict[str, Any]) -> None:
         for name in ("limit", "num_fewshot", "include_path"):
             if options[name] is not None:
                 raise click.UsageError(f"--{name.replace('_', '-')} goes with --tasks")
+
+
+def scheme_from(options: dict[str, Any]) -> QuantScheme | None:
+    """The scheme that ``scheme_options`` ask for, as ``QuantScheme.merge`` has it; None where none was given."""
+    text, preset = options["scheme"], options["preset"]
+    changes = {name: options[name] for name in QuantScheme.__dataclass_fields__ if options[name] is not None}
+    if text is not None and preset is not None:
+        raise click.UsageError(f"--scheme and --format both name a scheme; give one, e.g. --scheme {preset}/16")
+    if text is None and preset is None and not changes:
+        return None
+    base = QuantScheme() if text is None else QuantScheme.parse(text)
+    return (base if preset is None else QuantScheme.preset(preset)).merge(**changes)

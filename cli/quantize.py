@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,37 +10,33 @@ import click
 
 from mxquant.cli.common import console, handle_errors, printable, progress, write_json
 from mxquant.cli.default_out import default_out
-from mxquant.schemes.formats import ELEMENTS, PRESETS, ROUNDINGS, SCALES
+from mxquant.cli.options import SCHEME_HELP, scheme_from, scheme_options
+from mxquant.errors import SchemeError
+from mxquant.schemes.formats import QuantScheme
+from mxquant.schemes.recipe import QuantRecipe
 
 if TYPE_CHECKING:
     from mxquant.checkpoint.reader import Checkpoint
     from mxquant.convert.plan import QuantPlan
     from mxquant.convert.report import QuantReport
 
-_EPILOG = """\b
+_EPILOG = f"""\b
 Examples:
   mxquant quantize meta-llama/Llama-3-8B --scale ue5m3 --block 16
   mxquant quantize ./model --format nvfp4 --out ./model-nvfp4
+  mxquant quantize ./model --scheme e4m3+global/16/absmax
   mxquant quantize ./model --scale ue5m3 --block 32x32 --exclude 'layers\\.0\\.' --dry-run
   mxquant quantize ./model --scale e4m3 --block 8 --activations e4m3+token/8 --kv-cache ue5m3/16
   mxquant quantize ./model --recipe recipe.yaml --json
   mxquant quantize ./model --format nvfp4 --max-shard-size 2GB --resume
 
-\b
-Presets:
-  mxfp4  fp4_e2m1, e8m0 scales, blocks of 32        nvfp4  fp4_e2m1, e4m3 scales, blocks of 16, global scale
-  mxfp8  fp8_e4m3, e8m0 scales, blocks of 32        mxfp6  fp6_e2m3, e8m0 scales, blocks of 32
-
-\b
-Scale rules:
-  e4m3, ue5m3  absmax, absmax-nonzero, ceil, four-over-six, search
-  e8m0         floor, ceil, even, rceil, oas, search
-  bf16, fp32   absmax
-
+{SCHEME_HELP}
 \b
 Activations and KV cache are not stored, so theirs are schemes in short, such as
 ue5m3/16, e4m3+global/16 (a global scale from all tokens) or e4m3+token/16 (one
-for each token). They are simulated: rounded, then computed in the model's dtype.
+for each token). Their scale rule is absmax, and even for e8m0, unless they name
+another; "same" is the weights' format with that rule. They are simulated: rounded,
+then computed in the model's dtype.
 
 \b
 A run that is killed or interrupted leaves its finished shards in OUT.partial.
@@ -47,8 +44,6 @@ The same command with --resume goes on from there; OUT is then the same, byte fo
 byte. With another source, recipe or version it is refused. --max-shard-size
 says how much work can be lost at most.
 """
-
-_RULES = sorted({rule for fmt in SCALES.values() for rule in fmt.rules})
 
 
 class _Size(click.ParamType):
@@ -72,13 +67,7 @@ class _Size(click.ParamType):
 @click.command("quantize", epilog=_EPILOG, context_settings={"max_content_width": 120})
 @click.argument("source")
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="Output folder.  [default: ./<name>-<scheme>]")
-@click.option("--format", "preset", type=click.Choice(list(PRESETS)), help="Preset to start from; see below.")
-@click.option("--element", type=click.Choice(list(ELEMENTS)), help="Element format.  [default: fp4_e2m1]")
-@click.option("--scale", type=click.Choice(list(SCALES)), help="Block scale format.  [default: ue5m3]")
-@click.option("--block", metavar="N|RxC", help="Block along the input features, or square tile.  [default: 16]")
-@click.option("--global-scale/--no-global-scale", default=None, help="One more fp32 scale per tensor.")
-@click.option("--scale-rule", type=click.Choice(_RULES), help="How a block's scale follows from the block; see below.")
-@click.option("--rounding", type=click.Choice(ROUNDINGS), help="How elements are rounded.  [default: nearest]")
+@scheme_options
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of stochastic rounding.")
 @click.option("--include", multiple=True, metavar="REGEX", help="Quantize only modules that match, the head too.")
 @click.option("--exclude", multiple=True, metavar="REGEX", help="Keep modules that match dense.")
@@ -184,40 +173,23 @@ def _push(out: Path, repo: str) -> None:
     click.echo(f"Pushed to {push_folder(out, repo)}", err=True)
 
 
-def _recipe(options: dict[str, Any]) -> tuple[Any, str]:
+def _recipe(options: dict[str, Any]) -> tuple[QuantRecipe, str]:
     """The recipe that the options ask for, and a label for the output's name."""
-    from dataclasses import replace
-
-    from mxquant.errors import SchemeError
-    from mxquant.schemes.formats import QuantScheme, parse_block
-    from mxquant.schemes.recipe import QuantRecipe
-
-    names = ("element", "scale", "global_scale", "scale_rule", "rounding")
-    fields = {name: options[name] for name in names if options[name] is not None}
-    if options["block"] is not None:
-        fields["block"] = parse_block(options["block"])
+    given = scheme_from(options)
     patterns = {"include": tuple(options["include"]), "exclude": tuple(options["exclude"])}
     dynamic = {name: options[name] for name in ("activations", "kv_cache") if options[name] is not None}
     if options["recipe"] is not None:
         recipe = QuantRecipe.from_file(options["recipe"])
-        if fields or options["preset"]:
+        if given is not None:
             if recipe.default is not None:
                 raise SchemeError(f"{options['recipe']} has a default scheme; drop it, or the scheme options")
-            recipe = replace(recipe, default=_scheme(QuantScheme, options["preset"], fields))
+            recipe = replace(recipe, default=given)
         merged = {k: getattr(recipe, k) + v for k, v in patterns.items()}
         return replace(recipe, **merged, **dynamic), Path(options["recipe"]).stem
-    scheme = _scheme(QuantScheme, options["preset"], fields)
+    scheme = given or QuantScheme()
     recipe = QuantRecipe(default=scheme, **patterns, **dynamic)
     parts = [scheme.name, *(["a4"] if recipe.activations else []), *(["kv"] if recipe.kv_cache else [])]
     return recipe, "-".join(parts)
-
-
-def _scheme(kind: Any, preset: str | None, fields: dict[str, Any]) -> Any:
-    if preset is None:
-        return kind(**fields)
-    if "scale" in fields and "scale_rule" not in fields:
-        fields = {**fields, "scale_rule": None}  # the preset's rule belongs to the preset's scale
-    return kind.preset(preset, **fields)
 
 
 def _check_device(name: str) -> None:

@@ -120,12 +120,15 @@ def _print_totals(report: QuantReport) -> None:
     plan, total = report.plan, report.total
     memory = "unknown" if report.peak_bytes is None else human_bytes(report.peak_bytes - (report.base_bytes or 0))
     rate = f"{report.parameters_per_second / 1e6:.0f} M parameters/s"
-    lost = total.zero_scales / total.blocks if total.blocks else 0.0
+    head = report.headline()
+    error, zero = head["worst_relative_error"], head["worst_zero_scales"]
     coarse = total.subnormal_scales / total.blocks if total.blocks else 0.0
     lines = [
-        f"Block scales: {lost:.2%} zero, {coarse:.2%} subnormal.",
-        f"Relative error {total.relative_error:.4f}, SQNR {total.sqnr_db:.2f} dB, "
-        f"{plan.bits_per_weight:.3f} bits per quantized weight.",
+        f"Relative error: {head['mean_relative_error']:.4f} in the mean of the layers, at worst {error['value']:.4f} "
+        f"({error['layer']}).",
+        f"Block scales: {total.zero_share:.2%} zero"
+        f"{' (at worst {share:.1%}, {layer})'.format(**zero) if zero['share'] else ''}, "
+        f"{coarse:.2%} subnormal. {plan.bits_per_weight:.3f} bits per quantized weight.",
         f"{human_bytes(plan.bytes_before)} -> {human_bytes(plan.bytes_after)} "
         f"({plan.bytes_before / plan.bytes_after:.2f}x smaller) in {report.seconds:.2f} s ({rate}); "
         f"peak memory for the work {memory}.",

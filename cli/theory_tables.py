@@ -7,7 +7,7 @@ from rich.table import Table
 
 from mxquant import theory
 from mxquant.cli.tables import new_console, new_table
-from mxquant.evals.theory_report import TheoryReport, bits_per_weight, by_scale, without_block
+from mxquant.evals.theory_report import TheoryReport, bits_per_weight, by_scale
 
 # Rows that stand for a curve, whatever its number of points.
 _CURVE_ROWS = 13
@@ -34,8 +34,9 @@ def _point_table(report: TheoryReport) -> Table:
             p, scheme = curve.parts[i], curve.scheme
             numbers = [_error(value) for value in (p.total, p.others, p.maximum, p.zero)]
             blocks = [_share(value) for value in (p.zero_scales, p.subnormal_scales, p.clipped)]
-            name = (without_block(scheme), scheme.block_text, f"{bits_per_weight(scheme):.2f}", f"{sigma:.4g}")
-            table.add_row(*name, *numbers, *blocks, end_section=curve is report.curves[-1])
+            name = scheme.spelled(block=False, rule=True), scheme.block_text
+            where = f"{bits_per_weight(scheme):.2f}", f"{sigma:.4g}"
+            table.add_row(*name, *where, *numbers, *blocks, end_section=curve is report.curves[-1])
     return table
 
 
@@ -54,7 +55,7 @@ def _crossover_table(report: TheoryReport) -> Table:
     """Each pair of blocks and where it changes order; for power-of-two scales in the first octave."""
     table = new_table("Where neighbouring blocks change order", ("scale, rule", "blocks"), ("sigma", *_BETTER))
     for pair in report.pairs:
-        names = without_block(pair[0]), " v ".join(scheme.block_text for scheme in pair)
+        names = pair[0].spelled(block=False, rule=True), " v ".join(scheme.block_text for scheme in pair)
         found = report.crossings_of(pair)
         if report.span and theory.is_periodic(pair[0]):
             found = [c for c in found if c.sigma < 2 * report.span[0]]

@@ -42,17 +42,32 @@ Exit codes (with several kinds of faults, the first of these):
     "--sample", type=click.IntRange(min=1), default=16, show_default=True, help="Layers to compare with DENSE."
 )
 @click.option("--all", "everything", is_flag=True, help="Compare every layer with DENSE, each expert too.")
+@click.option(
+    "--load/--no-load",
+    default=None,
+    help="Load it with transformers, compare what is loaded with the files, and run a few tokens. By default if "
+    "nothing else is wrong and it needs at most half of the available memory.",
+)
 @click.option("--trust-remote-code", is_flag=True, help="Run model code that comes with the checkpoint.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of lines.")
 @handle_errors
 def verify_command(
-    path: str, source: str | None, sample: int, everything: bool, trust_remote_code: bool, as_json: bool
+    path: str,
+    source: str | None,
+    sample: int,
+    everything: bool,
+    load: bool | None,
+    trust_remote_code: bool,
+    as_json: bool,
 ) -> None:
     """Look for everything that can be wrong with the checkpoint PATH, packed or dense.
 
     Files, index, config, shapes and every scale and code are checked. With --source, dense tensors are compared with
     the source byte for byte, and layers are dequantized: their error must be what the report says and, where mxquant
     wrote them, quantizing again must give the same bytes.
+
+    With --load, the model is loaded as its users load it: no parameter may be missing or differ from what the files
+    hold, and its first logits must be numbers.
 
     Warnings are about what is right but may not run, such as shapes that kernels of vLLM do not take.
     """
@@ -66,6 +81,7 @@ def verify_command(
             path,
             source,
             samples=None if everything else sample,
+            load=load,
             trust_remote_code=trust_remote_code,
             progress=lambda name, done, total: display.update(task, completed=done, total=total),
         )

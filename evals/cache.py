@@ -23,12 +23,11 @@ _DECIDING = (
         "mxquant.schemes.activations",
         "mxquant.codec.blocks",
         "mxquant.schemes.formats",
-        "mxquant.ops.grouped",
         "mxquant.nn.quant_linear",
     ),
     *(
         "mxquant.codec.numerics",
-        "mxquant.ops.operators",
+        "mxquant.ops",
         "mxquant.codec.packing",
         "mxquant.codec.qtensor",
         "mxquant.codec.scaling",

@@ -16,6 +16,7 @@ from mxquant.analysis.measure import MatrixErrors
 from mxquant.analysis.places import place
 from mxquant.evals.plots import check_format
 from mxquant.schemes.formats import QuantScheme
+from mxquant.schemes.rules import rules_note
 
 _SIGMA = "\N{GREEK SMALL LETTER SIGMA}"
 _GREY = "#555555"
@@ -206,4 +207,4 @@ def _title(d: Diagnosis) -> str:
     title = f"{d.plan.source.resolve().name}: {count} M linear weights"
     if d.calibration:
         title += f", calibrated on {d.calibration.tokens:,} tokens of {Path(d.calibration.text).name}"
-    return title
+    return f"{title}\nscale rules: {rules_note(d.schemes)}"

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
+from mxquant.codec.qtensor import QTensor
 from mxquant.errors import MXQuantError
 from mxquant.evals import experts
 from mxquant.evals.models import EvalModel, answering, takes_positions
-from mxquant.ops.operators import QTensor, quantize_activations
+from mxquant.ops.operators import dequantize, quantize_activations
 from mxquant.schemes.activations import ActivationScheme
 from mxquant.transformers.architectures import inventory
 from mxquant.transformers.kinds import Kind
@@ -50,7 +51,7 @@ class LinearWeight:
         """What the parameter is when its ``matrices`` are replaced by packed ones."""
         data = torch.empty_like(self.parameter.data)
         for view, q in zip(self.views(data), packed, strict=True):
-            view.copy_(q.dequantize(data.dtype))
+            view.copy_(dequantize(q, data.dtype))
         return data
 
 

@@ -12,6 +12,7 @@ from mxquant import __version__
 from mxquant.evals import tables
 from mxquant.evals.intervals import CONFIDENCE, FEWEST
 from mxquant.evals.results import ModelResult
+from mxquant.schemes.rules import default_rules_note
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -83,13 +84,18 @@ class Report:
         return "\n".join(line for line in lines if line)
 
     def measured_on(self) -> str:
-        """The texts and the windows, in a few lines; empty without a perplexity."""
+        """The texts, the windows and, where schemes are compared, their scale rules, in a few lines."""
         lines = []
         for text in self.texts:
             found = [p for row in self.results if (p := row.perplexities.get(text.name)) and not p.problem]
             if found:
                 note = f" ({text.note})" if text.note else ""
                 lines += [f"Text {text.name}{note}, sha256 {text.sha256[:16]}.", *_windows(found)]
+        if sum(row.bits_per_weight is not None for row in self.results) > 1:
+            lines.append(
+                f"Scale rules that a scheme does not name are the defaults ({default_rules_note()}), in checkpoints "
+                "that mxquant wrote."
+            )
         return "\n".join(lines)
 
 

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 
 from mxquant.errors import MXQuantError
 from mxquant.evals.plots import check_format
-from mxquant.ops.operators import explain, linear, quantize
+from mxquant.ops.backends import explain
+from mxquant.ops.operators import dequantize, linear, quantize
 from mxquant.schemes.formats import QuantScheme
 
 _SECONDS = 0.2  # of measuring, for each product
@@ -148,7 +149,7 @@ def measure(
     q = quantize(w, scheme)
     y = linear(x, q)
     some = torch.arange(0, n, max(1, n // 256), device=device)
-    exact = x.double() @ q.dequantize()[some].double().T
+    exact = x.double() @ dequantize(q)[some].double().T
     error = float((y[:, some].double() - exact).norm() / exact.norm())
     taken, dense = turns(device, lambda: linear(x, q), lambda: F.linear(x, w))
     size = q.nbytes + x.numel() * x.element_size() + y.numel() * y.element_size()

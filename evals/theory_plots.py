@@ -86,7 +86,7 @@ def plot_parts(
         upper.stackplot(curve.sigmas, parts, colors=colors, linewidth=0)
         upper.plot(curve.sigmas, parts.sum(0), color=_GREY, linewidth=1)
         lower.stackplot(curve.sigmas, 100 * parts / parts.sum(0), colors=colors, linewidth=0)
-        _style(upper, curve.scheme.text, curve.sigmas)
+        _style(upper, curve.scheme.spelled(rule=True), curve.sigmas)
         _style(lower, "", curve.sigmas)
         upper.set_ylim(0, top)
         lower.set_ylim(0, 100)

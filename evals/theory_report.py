@@ -56,7 +56,7 @@ class TheoryReport:
             {
                 "scheme": curve.scheme.text,
                 "element": curve.scheme.element,
-                "scale": curve.scheme.scale + ("+global" if curve.scheme.global_scale else ""),
+                "scale": curve.scheme.scale_text,
                 "block": curve.scheme.block_text,
                 "rule": curve.scheme.scale_rule,
                 "rounding": curve.scheme.rounding,
@@ -97,8 +97,7 @@ class TheoryReport:
         notes = [f"Mean {self.options['metric']} error of {self.weights} weights in {elements}, relative to {unit}."]
         if self.octave_means:
             means = ", ".join(
-                f"{scheme.scale}/{scheme.block_text}/{scheme.scale_rule} {mean:.5f}"
-                for scheme, mean in self.octave_means.items()
+                f"{scheme.spelled(rule=True, preset=False)} {mean:.5f}" for scheme, mean in self.octave_means.items()
             )
             notes.append(f"e8m0: errors and crossovers repeat in every octave of sigma. Mean over one: {means}.")
         if any(map(theory.is_sampled, self.schemes)):
@@ -111,7 +110,8 @@ class TheoryReport:
     def _sampled(self) -> str:
         curves = [curve for curve in self.curves if theory.is_sampled(curve.scheme)]
         worst = max(float((curve.of("standard_error") / curve.of("total")).max()) for curve in curves)
-        return f"{', '.join(curve.scheme.text for curve in curves)} (standard error up to {worst:.2%} of the error)."
+        texts = ", ".join(curve.scheme.spelled(rule=True) for curve in curves)
+        return f"{texts} (standard error up to {worst:.2%} of the error)."
 
     def write_csv(self, path: str | Path) -> None:
         rows = self.rows
@@ -183,13 +183,5 @@ def by_scale(curves: Sequence[theory.Curve]) -> dict[str, list[theory.Curve]]:
     """Curves whose schemes differ in the block only, under what they share."""
     groups: dict[str, list[theory.Curve]] = {}
     for curve in curves:
-        groups.setdefault(without_block(curve.scheme), []).append(curve)
+        groups.setdefault(curve.scheme.spelled(block=False, rule=True), []).append(curve)
     return groups
-
-
-def without_block(scheme: QuantScheme) -> str:
-    """The text of a scheme but for its block, e.g. ``e4m3+global, absmax``."""
-    parts = [scheme.scale + ("+global" if scheme.global_scale else ""), str(scheme.scale_rule)]
-    if scheme.element != "fp4_e2m1":
-        parts.insert(0, scheme.element)
-    return ", ".join(parts if scheme.rounding == "nearest" else [*parts, scheme.rounding])

@@ -14,10 +14,11 @@ _EXPORTS = {
     "ActivationScheme": "mxquant.schemes.activations",
     "MXQuantConfig": "mxquant.transformers.config",
     "MXQuantError": "mxquant.errors",
-    "QTensor": "mxquant.ops.operators",
+    "QTensor": "mxquant.codec.qtensor",
     "QuantLinear": "mxquant.nn.quant_linear",
     "QuantRecipe": "mxquant.schemes.recipe",
     "QuantScheme": "mxquant.schemes.formats",
+    "dequantize": "mxquant.ops.operators",
     "dequantize_model": "mxquant.convert.dequantize",
     "linear": "mxquant.ops.operators",
     "load": "mxquant.transformers.loading",
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from mxquant.convert.pipeline import quantize_model
     from mxquant.errors import MXQuantError
     from mxquant.nn.quant_linear import QuantLinear
-    from mxquant.ops.operators import linear, quantize
+    from mxquant.ops.operators import dequantize, linear, quantize
     from mxquant.schemes.activations import ActivationScheme
     from mxquant.schemes.formats import QuantScheme
     from mxquant.schemes.recipe import QuantRecipe

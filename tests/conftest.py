@@ -114,7 +114,7 @@ def good_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=["reference", "kernels"])
 def implementation(request):
     """For tests that hold for the PyTorch reference and for the compiled kernels alike."""
-    from mxquant.ops.operators import backend
+    from mxquant.ops.backends import backend
 
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "reference":

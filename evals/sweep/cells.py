@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mxquant.codec.amax import tensor_amax
 from mxquant.codec.parallel import Workers
 from mxquant.codec.qtensor import QTensor
-from mxquant.codec.rounding import QuantStats, RowQuantizer, check_weight, tensor_amax
+from mxquant.codec.rounding import QuantStats, RowQuantizer, check_weight
 from mxquant.codec.scaling import global_scale_for
 from mxquant.errors import MXQuantError
 from mxquant.evals.inplace import LinearWeight, RememberingVariant, Variant
 from mxquant.evals.perplexity import Perplexity, evaluate
 from mxquant.evals.sweep.grid import CellSpec
+from mxquant.ops.operators import quantize_rows
 from mxquant.schemes.formats import QuantScheme
 from mxquant.transformers.fused import fused_groups
 
@@ -173,7 +175,9 @@ def _quantize(
 ) -> tuple[QTensor, QuantStats]:
     check_weight(matrix, name)
     global_scale = None if amax is None else global_scale_for(amax.to(matrix.device), scheme)
-    job = RowQuantizer(matrix, scheme, seed=0, name=name, global_scale=global_scale, with_stats=True)
+    job = RowQuantizer(
+        matrix, scheme, seed=0, name=name, global_scale=global_scale, with_stats=True, quantize=quantize_rows
+    )
     with Workers(matrix.device) as workers:
         chunks = list(workers.map(job, job.starts))
     stats = sum((chunk.stats for chunk in chunks if chunk.stats is not None), QuantStats())

@@ -16,7 +16,6 @@ from mxquant.schemes.formats import SCALES, QuantScheme
 
 # Rules with a meaning for every scale: the paper's (arXiv 2601.19026), and mxquant's own choice.
 PAPER, DEFAULT = "paper", "default"
-_PAPER_RULES = {"e8m0": "even"}
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class CellSpec:
     @property
     def scale(self) -> str:
         """The scale as a user types it: ``e4m3+global``."""
-        return self.weights.scale + ("+global" if self.weights.global_scale else "")
+        return self.weights.scale_text
 
     @property
     def block_size(self) -> int:
@@ -52,8 +51,7 @@ class CellSpec:
     @property
     def text(self) -> str:
         """All of it, e.g. ``e4m3/8/absmax`` or ``e4m3/8/absmax, activations same``."""
-        element = [] if self.weights.element == "fp4_e2m1" else [self.weights.element]
-        weights = "/".join([*element, self.scale, self.weights.block_text, str(self.weights.scale_rule)])
+        weights = self.weights.spelled(rule=True, preset=False)
         return weights if self.inputs == NONE else f"{weights}, activations {self.inputs}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -106,7 +104,7 @@ class Grid:
         skipped: defaultdict[str, list[str]] = defaultdict(list)
         for inputs, element, scale, rule in itertools.product(self.inputs, self.elements, self.scales, self.rules):
             name, _, has_global = scale.partition("+")
-            actual = {PAPER: _PAPER_RULES.get(name, "absmax"), DEFAULT: SCALES[name].default_rule}.get(rule, rule)
+            actual = {PAPER: SCALES[name].plain_rule, DEFAULT: SCALES[name].default_rule}.get(rule, rule)
             if actual not in SCALES[name].rules:
                 _append_new(skipped[f"scale rule {rule} does not exist for"], scale)
                 continue

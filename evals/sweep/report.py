@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from mxquant.evals.sweep.inversions import inputs_name, lines_of, number, worse_than_coarser
 from mxquant.evals.tables import with_error
+from mxquant.schemes.rules import rules_note
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -120,12 +121,13 @@ def sentences(sweep: Sweep) -> list[str]:
 
 
 def measured_on(sweep: Sweep) -> str:
-    """Model, dtype, text and windows in a sentence."""
+    """Model, dtype, text, windows and scale rules in a sentence."""
     note = f" ({sweep.text.note})" if sweep.text.note else ""
     s = sweep.settings
     windows = f"{s['windows']} window{'s' * (s['windows'] != 1)} of {s['seq_len']} tokens"
     text = f"text {Path(sweep.text.name).name}{note}, sha256 {sweep.text.sha256[:16]}"
-    return f"{sweep.model} in {sweep.about['dtype']}; {text}, {windows}."
+    rules = rules_note(cell.spec.weights for cell in sweep.cells if cell.spec)
+    return f"{sweep.model} in {sweep.about['dtype']}; {text}, {windows}; scale rules of the weights: {rules}."
 
 
 def to_csv(sweep: Sweep) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import mxquant.bundled
+from mxquant.checkpoint.formats import registry
 from mxquant.errors import CheckpointError, MXQuantError
 from mxquant.evals.sources import find_model, first_line
 
@@ -54,7 +55,7 @@ def from_checkpoint(model: str, *, trust_remote_code: bool = False) -> ModelSour
     if source.quant_method is not None:
         raise CheckpointError(
             f"{model} is already quantized ({source.quant_method}), and packed weights cannot be trained; "
-            "start from the dense model, or make one with `mxquant dequantize`"
+            f"start from the dense model{registry.way_to_dense(source.folder)}"
         )
     place = str(source.folder or source.given)
     found = _tokenizer(place, trust_remote_code)

@@ -47,6 +47,7 @@ _TERMS = (Config(32, 64, 64, 128, 3),)
 
 def candidates(m: int, n: int, k: int, terms: int, multiprocessors: int = MULTIPROCESSORS) -> list[Config]:
     """Configurations worth trying for ``[m, k] x [n, k]^T``, the default first."""
+    found: tuple[Config, ...]
     if m == 1:
         found = _GEMV
     elif m <= 16:

@@ -13,15 +13,11 @@ import triton.language as tl
 
 from mxquant.codec.scaling import largest_power_of_two, power_of_two_carry
 from mxquant.kernels.triton.decode import E4M3, E8M0, decode_scale
+from mxquant.kernels.triton.names import E8M0_RULES, MANTISSA_RULES
 from mxquant.schemes.formats import ELEMENTS, SCALES
 
 # Codes of the rules, by name: what kernels are specialized on.
-RULES = {
-    name: number
-    for number, name in enumerate(
-        ("floor", "ceil", "even", "rceil", "oas", "search", "absmax", "absmax-nonzero", "four-over-six")
-    )
-}
+RULES = {name: number for number, name in enumerate(dict.fromkeys(E8M0_RULES + MANTISSA_RULES))}
 FLOOR, CEIL, EVEN, RCEIL, OAS, SEARCH, ABSMAX, NONZERO, FOUR_OVER_SIX = (tl.constexpr(v) for v in RULES.values())
 
 _E2M1 = ELEMENTS["fp4_e2m1"]

@@ -53,7 +53,12 @@ def tune(
 
     def milliseconds(config: Config) -> float:
         launches = plan(x, packed, scale, global_scale, bias, out, scheme, config)
-        return triton.testing.do_bench(lambda: [launch.run() for launch in launches], warmup=5, rep=20)
+
+        def run() -> None:
+            for launch in launches:
+                launch.run()
+
+        return triton.testing.do_bench(run, warmup=5, rep=20)
 
     best = min(_list(x, packed.shape[0], scheme), key=milliseconds)
     _chosen[_key(x, packed.shape[0], scheme)] = best

@@ -9,16 +9,17 @@ from math import prod
 
 import torch
 
-import mxquant.ops.operators  # noqa: F401  (brings the kernels)
 from mxquant.analysis.sensitivity import Sensitivity
 from mxquant.analysis.statistics import WeightStats
 from mxquant.checkpoint.reader import Checkpoint
+from mxquant.codec.amax import tensor_amax
 from mxquant.codec.parallel import Workers
 from mxquant.codec.qtensor import CHUNK_ELEMENTS, QTensor
-from mxquant.codec.rounding import QuantStats, RowQuantizer, check_weight, tensor_amax
+from mxquant.codec.rounding import QuantStats, RowQuantizer, check_weight
 from mxquant.codec.scaling import global_scale_for
 from mxquant.convert.tensor_plan import TensorPlan
 from mxquant.errors import SchemeError
+from mxquant.ops.operators import dequantize, quantize_rows
 from mxquant.schemes.formats import QuantScheme
 
 # A sample is made of pieces of this many weights, so that it is spread over each tensor.
@@ -168,6 +169,7 @@ class _Jobs:
             global_scale=global_scale,
             with_stats=True,
             chunk_elements=self._piece,
+            quantize=quantize_rows,
         )
         sensitivity = self._sensitivity.get(matrix.name)
         for start in quantizer.starts[:: self._stride]:
@@ -208,7 +210,7 @@ def _errors(
         if sensitivity is not None:
             shape = (chunk.stop - chunk.start, weight.shape[1])
             q = QTensor(chunk.packed, chunk.scale, global_scale, shape, scheme)
-            cost = sensitivity.cost(q.dequantize().sub_(weight[chunk.start : chunk.stop]), chunk.start)
+            cost = sensitivity.cost(dequantize(q).sub_(weight[chunk.start : chunk.stop]), chunk.start)
         return Measured(chunk.stats, saturated, cost)
 
     return job

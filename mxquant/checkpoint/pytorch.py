@@ -17,8 +17,9 @@ from pathlib import Path
 import torch
 
 from mxquant.checkpoint.damage import why_not_whole
+from mxquant.checkpoint.headers import TensorInfo
 from mxquant.checkpoint.layout import ITEM_SIZES
-from mxquant.checkpoint.reader import PYTORCH_FILES, Checkpoint, TensorInfo
+from mxquant.checkpoint.reader import PYTORCH_FILES, Checkpoint
 from mxquant.errors import CheckpointError
 
 DTYPE_NAMES = {

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mxquant.checkpoint import damage
-from mxquant.checkpoint.layout import ITEM_SIZES
+from mxquant.checkpoint.headers import HeaderError, TensorInfo, read_header
 from mxquant.checkpoint.side_files import WEIGHT_SUFFIXES, SideFiles, module_folders, side_files
 from mxquant.checkpoint.weight_files import CONFIG_KEY, first_file, is_index, is_pytorch, precedence
 from mxquant.errors import CheckpointError
@@ -22,17 +20,6 @@ if TYPE_CHECKING:
     import torch
 
 PYTORCH_FILES = "pytorch_model*.bin"
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """Header entry of one tensor: safetensors dtype name (``BF16``), shape and file."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-    file: Path
 
 
 def resolve_source(source: str | Path, *, revision: str | None = None) -> Path:
@@ -88,6 +75,8 @@ class Checkpoint:
 
     pattern = "*.safetensors"
     _pytorch = False
+    # Whether `tensors` and `read` give dense tensors where the files hold packed ones.
+    decoded = False
 
     def __init__(self, folder: Path):
         self.source = self.folder = folder
@@ -198,16 +187,22 @@ class Checkpoint:
     def _read_header(self, file: Path) -> Iterator[TensorInfo]:
         from safetensors import safe_open
 
+        found = read_safetensors(file)
         try:
-            handle = safe_open(file, framework="pt")
+            self._handles[file] = safe_open(file, framework="pt")
         except Exception as error:  # SafetensorError and OSError, by version
             why = damage.why_not_whole(file, error)
             raise CheckpointError(f"{file}: not a whole safetensors file: {why}") from error
-        self._handles[file] = handle
-        for name in handle.offset_keys():
-            part = handle.get_slice(name)
-            dtype, shape = part.get_dtype(), tuple(part.get_shape())
-            yield TensorInfo(name, dtype, shape, _nbytes(name, dtype, shape), file)
+        yield from found.values()
+
+
+def read_safetensors(file: Path) -> dict[str, TensorInfo]:
+    """The tensors of a file. Raises ``CheckpointError`` that names the file, if it is not whole."""
+    try:
+        return read_header(file)
+    except HeaderError as error:
+        why = damage.what_file(file) or f"it {error}"
+        raise CheckpointError(f"{file}: not a whole safetensors file: {why}") from error
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -221,9 +216,3 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config.get("quantization_config") or {}, dict):
         raise CheckpointError(f"{path}: quantization_config is not a JSON object")
     return config
-
-
-def _nbytes(name: str, dtype: str, shape: tuple[int, ...]) -> int:
-    if dtype not in ITEM_SIZES:
-        raise CheckpointError(f"tensor {name}: dtype {dtype} is not supported")
-    return prod(shape) * ITEM_SIZES[dtype]

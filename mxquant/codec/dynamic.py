@@ -11,20 +11,29 @@ from collections.abc import Callable
 import torch
 
 from mxquant.codec import blocks as B
+from mxquant.codec.amax import tensor_amax
 from mxquant.codec.numerics import effective_scale, nearest_values
-from mxquant.codec.qtensor import CHUNK_ELEMENTS, QTensor
-from mxquant.codec.rounding import quantize_tensor, tensor_amax
+from mxquant.codec.qtensor import CHUNK_ELEMENTS
+from mxquant.codec.rounding import quantize_tensor
 from mxquant.codec.scaling import block_scales, global_scales
 from mxquant.schemes.formats import QuantScheme
 
 
+def round_trip(tokens: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
+    """What finite ``tokens`` ``[tokens, features]`` decode to after quantization, in their dtype."""
+    return quantize_tensor(tokens, scheme, name="activations").dequantize(tokens.dtype)
+
+
 def quantize_dynamically(
-    x: torch.Tensor, scheme: QuantScheme, per_token: bool, decode: Callable[[QTensor, torch.dtype], torch.Tensor]
+    x: torch.Tensor,
+    scheme: QuantScheme,
+    per_token: bool,
+    round_trip: Callable[[torch.Tensor, QuantScheme], torch.Tensor] = round_trip,
 ) -> torch.Tensor:
     """Activations ``[..., features]`` quantized, in their shape and dtype.
 
     ``scheme``: 1 x n blocks, rounding to nearest. ``per_token``: a global scale for each row in
-    place of one for all. ``decode(q, dtype)`` dequantizes.
+    place of one for all. ``round_trip``: the function of that name, or one that does the same faster.
     """
     tokens = x.reshape(-1, x.shape[-1])
     if x.numel() == 0:
@@ -36,10 +45,7 @@ def quantize_dynamically(
         if scheme.global_scale and not per_token:
             finite = finite & finite.all()
         tokens = torch.where(finite, tokens, 0)
-    if per_token:
-        values = _each_row(tokens, scheme).to(x.dtype)
-    else:
-        values = decode(quantize_tensor(tokens, scheme, name="activations"), x.dtype)
+    values = _each_row(tokens, scheme).to(x.dtype) if per_token else round_trip(tokens, scheme)
     if finite is not None:
         values = torch.where(finite, values, torch.nan)
     return values.view(x.shape)

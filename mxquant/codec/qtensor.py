@@ -13,6 +13,8 @@ from mxquant.schemes.formats import QuantScheme
 
 # Elements handled at once: small enough for a few fp32 copies to stay in the cache of two cores.
 CHUNK_ELEMENTS = 1 << 18
+# On other devices each step costs a launch, and memory is what limits it.
+_DEVICE_CHUNK_ELEMENTS = 1 << 24
 
 
 @dataclass(eq=False)
@@ -60,13 +62,14 @@ class QTensor:
         return QTensor(moved[0], moved[1], moved[2], self.shape, self.scheme)  # type: ignore[arg-type]
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The dense weight: one fp32 product per element, then one rounding to ``dtype``."""
-        return torch.ops.mxquant.dequantize(
-            self.packed, self.scale, self.global_scale, list(self.shape), self.scheme.spec, dtype
-        )
+        """The dense weight: one fp32 product per element, then one rounding to ``dtype``.
+
+        This is the reference, in plain PyTorch; :func:`mxquant.dequantize` gives the same bits, faster.
+        """
+        return dequantize_parts(self.packed, self.scale, self.global_scale, self.shape, self.scheme, dtype)
 
     def __repr__(self) -> str:
-        return f"QTensor(shape={self.shape}, scheme={self.scheme.name}, device={self.device}, nbytes={self.nbytes})"
+        return f"QTensor(shape={self.shape}, scheme={self.scheme.text}, device={self.device}, nbytes={self.nbytes})"
 
 
 def check_parts(
@@ -84,13 +87,13 @@ def check_parts(
     for name, (tensor, dtype, size) in expected.items():
         if tensor.dtype != dtype or tuple(tensor.shape) != size:
             raise ValueError(
-                f"{name} of a {scheme.name} weight {list(shape)} must be {dtype} {list(size)}, "
+                f"{name} of a {scheme.text} weight {list(shape)} must be {dtype} {list(size)}, "
                 f"not {tensor.dtype} {list(tensor.shape)}"
             )
         if tensor.device != packed.device:
             raise ValueError(f"{name} is on {tensor.device}, packed on {packed.device}; move them to one device")
     if scheme.global_scale != (global_scale is not None):
-        raise ValueError(f"a {scheme.name} weight {'needs a' if scheme.global_scale else 'has no'} global scale")
+        raise ValueError(f"a {scheme.text} weight {'needs a' if scheme.global_scale else 'has no'} global scale")
     if global_scale is not None:
         if global_scale.dtype != torch.float32 or global_scale.numel() != 1:
             found = f"{global_scale.dtype} {list(global_scale.shape)}"
@@ -112,7 +115,8 @@ def dequantize_parts(
     block = scheme.block_shape
     out = torch.empty(rows, columns, dtype=dtype, device=packed.device)
     effective = effective_scale(scale, scheme.scale_format, global_scale)
-    step = max(1, CHUNK_ELEMENTS // columns // block[0]) * block[0]
+    elements_at_once = CHUNK_ELEMENTS if packed.is_cpu else _DEVICE_CHUNK_ELEMENTS
+    step = max(1, elements_at_once // columns // block[0]) * block[0]
     for row in range(0, rows, step):
         stop = min(row + step, rows)
         elements = decode_packed(packed[row:stop], scheme.element_format, columns)

@@ -1,15 +1,19 @@
-"""Round-to-nearest (or stochastic) quantization of one weight, block by block, in row chunks."""
+"""Round-to-nearest (or stochastic) quantization of one weight, block by block, in row chunks.
+
+This is the reference, in plain PyTorch. :mod:`mxquant.ops.operators` has the same functions, served by
+compiled kernels where there are some.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 
 from mxquant.codec import blocks as B
+from mxquant.codec.amax import tensor_amax
 from mxquant.codec.numerics import (
     effective_scale,
     magnitude_codes,
@@ -28,20 +32,6 @@ from mxquant.errors import WeightError
 from mxquant.schemes.formats import QuantScheme
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def _no_kernels(weight: torch.Tensor, scheme: QuantScheme) -> ModuleType | None:
-    return None
-
-
-# Finds the kernels that quantize a weight in place of what is below: set by :mod:`mxquant.ops.operators`.
-_find_kernels: Callable[[torch.Tensor, QuantScheme], ModuleType | None] = _no_kernels
-
-
-def use_kernels(find: Callable[[torch.Tensor, QuantScheme], ModuleType | None]) -> None:
-    """Ask ``find`` for kernels from now on: a module with ``quantize`` and perhaps ``quantize_rows``."""
-    global _find_kernels
-    _find_kernels = find
 
 
 @dataclass
@@ -68,11 +58,22 @@ class QuantStats:
         return math.sqrt(self.error / self.signal) if self.signal else 0.0
 
     @property
+    def zero_share(self) -> float:
+        """The share of blocks whose scale is zero, though they are not."""
+        return self.zero_scales / self.blocks if self.blocks else 0.0
+
+    @property
     def sqnr_db(self) -> float:
         """Signal-to-quantization-noise ratio in dB; infinite where nothing was lost."""
         if not self.error or not self.signal:
             return math.inf
         return 10 * math.log10(self.signal / self.error)
+
+
+# Packed rows, their stored scales and, where asked for, statistics.
+QuantizedRows = tuple[torch.Tensor, torch.Tensor, QuantStats | None]
+# The type of quantize_rows.
+RowFunction = Callable[[torch.Tensor, QuantScheme, int, torch.Tensor | None, int, bool], QuantizedRows | None]
 
 
 @dataclass
@@ -105,19 +106,8 @@ def quantize_tensor(
     Raises ``WeightError`` for NaN, infinities, unsupported shapes or dtypes, and global scales that
     are not positive.
     """
-    check_weight(weight, name)
-    weight = weight.detach()
-    if global_scale is not None:
-        global_scale = check_global_scale(global_scale, scheme, name)
-    elif scheme.global_scale:
-        global_scale = global_scale_for(tensor_amax(weight), scheme)
+    weight, global_scale = checked(weight, scheme, name, global_scale)
     shape = (weight.shape[0], weight.shape[1])
-    kernels = _find_kernels(weight, scheme)
-    if kernels is not None:
-        made = kernels.quantize(weight, scheme, derive_key(seed, name), global_scale)
-        if made is None:
-            raise _first_non_finite(weight, name)
-        return QTensor(made[0], made[1], global_scale, shape, scheme)
     packed = torch.empty(scheme.packed_shape(shape), dtype=torch.uint8, device=weight.device)
     scale = torch.empty(scheme.scale_shape(shape), dtype=scale_dtype(scheme.scale_format), device=weight.device)
     r = scheme.block_shape[0]
@@ -145,11 +135,29 @@ def quantize_chunks(
         yield from workers.map(job, job.starts)
 
 
+def quantize_rows(
+    rows: torch.Tensor,
+    scheme: QuantScheme,
+    key: int,
+    global_scale: torch.Tensor | None,
+    first_row: int,
+    with_stats: bool,
+) -> QuantizedRows | None:
+    """Quantize rows that begin at ``first_row`` of a weight; None if something is not finite.
+
+    ``rows``: fp32, bf16 or fp16; ``first_row``: a multiple of the block's height. ``key``: what
+    :func:`mxquant.codec.rng.derive_key` makes of seed and name.
+    """
+    x = rows.to(torch.float32).contiguous()
+    return _quantize_rows(x, scheme, global_scale, key, first_row, with_stats)
+
+
 class RowQuantizer:
     """Quantizes a weight's rows from ``start`` on, for each ``start`` in ``starts``; thread-safe.
 
     ``device``: where to compute (None: where the weight is). The bytes depend neither on it nor on
-    ``chunk_elements``, the number of elements in one chunk.
+    ``chunk_elements``, the number of elements in one chunk. ``quantize``: :func:`quantize_rows`, or
+    one that does the same faster (:func:`mxquant.ops.operators.quantize_rows`).
     """
 
     def __init__(
@@ -163,7 +171,9 @@ class RowQuantizer:
         device: torch.device | None = None,
         with_stats: bool = False,
         chunk_elements: int = CHUNK_ELEMENTS,
+        quantize: RowFunction = quantize_rows,
     ):
+        self._quantize = quantize
         self._weight, self._scheme, self._name = weight, scheme, name
         self._device = device or weight.device
         self._global_scale = None if global_scale is None else global_scale.to(self._device)
@@ -176,22 +186,21 @@ class RowQuantizer:
     def __call__(self, start: int) -> RowChunk:
         stop = min(start + self._step, self._weight.shape[0])
         x = self._weight[start:stop].to(self._device)
-        quantize_rows = getattr(_find_kernels(x, self._scheme), "quantize_rows", None)
-        if quantize_rows is not None:
-            result = quantize_rows(x, self._scheme, self._key, self._global_scale, start, self._with_stats)
-        else:
-            x = x.to(torch.float32).contiguous()
-            result = _quantize_rows(x, self._scheme, self._global_scale, self._key, start, self._with_stats)
+        result = self._quantize(x, self._scheme, self._key, self._global_scale, start, self._with_stats)
         if result is None:
             raise _non_finite(x, start, self._name)
         return RowChunk(start, stop, *result)
 
 
-def tensor_amax(weight: torch.Tensor) -> torch.Tensor:
-    """Largest magnitude of a tensor as a 0-dim fp32 tensor; NaN if it holds one."""
-    # Two reductions over the weight as it is beat one over an fp32 copy of its magnitudes.
-    low, high = torch.aminmax(weight)
-    return torch.maximum(-low, high).to(torch.float32)
+def checked(
+    weight: torch.Tensor, scheme: QuantScheme, name: str, global_scale: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A weight that can be quantized, detached, and its global scale: the given one or its own, if any."""
+    check_weight(weight, name)
+    weight = weight.detach()
+    if global_scale is not None:
+        return weight, check_global_scale(global_scale, scheme, name)
+    return weight, global_scale_for(tensor_amax(weight), scheme) if scheme.global_scale else None
 
 
 def check_weight(weight: torch.Tensor, name: str) -> None:
@@ -205,12 +214,12 @@ def check_weight(weight: torch.Tensor, name: str) -> None:
 def check_finite(tensor: torch.Tensor, name: str) -> None:
     """Raise ``WeightError`` for NaN or infinity in a float tensor of any shape, naming the first."""
     if tensor.numel() and not bool(tensor_amax(tensor).isfinite()):
-        raise _first_non_finite(tensor.reshape(-1, tensor.shape[-1] if tensor.ndim else 1), name)
+        raise first_non_finite(tensor.reshape(-1, tensor.shape[-1] if tensor.ndim else 1), name)
 
 
 def check_global_scale(global_scale: torch.Tensor, scheme: QuantScheme, name: str) -> torch.Tensor:
     if not scheme.global_scale:
-        raise WeightError(f"{name}: {scheme.name} has no global scale, but one was given")
+        raise WeightError(f"{name}: {scheme.text} has no global scale, but one was given")
     one = global_scale.dtype == torch.float32 and global_scale.numel() == 1
     if not one or not 0 < float(global_scale) < math.inf:
         raise WeightError(f"{name}: the global scale must be one positive, finite fp32 number, not {global_scale}")
@@ -224,8 +233,8 @@ def _quantize_rows(
     key: int,
     first_row: int,
     with_stats: bool,
-) -> tuple[torch.Tensor, torch.Tensor, QuantStats | None] | None:
-    """Packed rows, stored scales and statistics; None if something is not finite."""
+) -> QuantizedRows | None:
+    """:func:`quantize_rows` of fp32 rows that are contiguous."""
     element, fmt = scheme.element_format, scheme.scale_format
     rows, columns = x.shape
     blocks = B.split(x, scheme.block_shape)
@@ -269,8 +278,9 @@ def _stats(
     scheme: QuantScheme,
 ) -> QuantStats:
     zero, subnormal = count_small_scales(scale, amax, scheme.scale_format)
-    error = values.mul_(effective).sub_(blocks.abs()).flatten()
-    flat = x.view(-1)
+    # Squares of what is very small or very large leave the range of fp32.
+    error = values.mul_(effective).sub_(blocks.abs()).flatten().to(torch.float64)
+    flat = x.view(-1).to(torch.float64)
     return QuantStats(
         elements=x.numel(),
         blocks=amax.numel(),
@@ -282,7 +292,8 @@ def _stats(
     )
 
 
-def _first_non_finite(weight: torch.Tensor, name: str) -> WeightError:
+def first_non_finite(weight: torch.Tensor, name: str) -> WeightError:
+    """The error that names the first NaN or infinity of a matrix that holds one."""
     step = max(1, CHUNK_ELEMENTS // weight.shape[1])
     chunks = ((row, weight[row : row + step]) for row in range(0, weight.shape[0], step))
     return next(_non_finite(x, row, name) for row, x in chunks if not bool(x.isfinite().all()))

@@ -33,7 +33,8 @@ finite in fp32, which matters above 2.5e38 only.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -65,7 +66,7 @@ def global_scales(amax: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
     """The global scale for each of several largest magnitudes; see :func:`global_scale_for`."""
     fmt = scheme.scale_format
     target = fmt.max if fmt.coded and not fmt.exponent_only else 1.0
-    if scheme.scale_rule == "four-over-six" and target > 1.0:
+    if rule_of(scheme).headroom and target > 1.0:
         target = 2.0 ** math.floor(math.log2(target))
     # In this order it is bit for bit what NVFP4 writers compute.
     scale = amax.to(torch.float32).clamp(max=_LARGEST_AMAX).reciprocal() * (target * scheme.element_format.max)
@@ -80,31 +81,7 @@ def block_scales(
     ``blocks``: ``[row_blocks, r, column_blocks, c]`` from :func:`mxquant.codec.blocks.split`; ``amax``:
     their maxima. 8-bit formats give uint8 codes, the study formats floats.
     """
-    element, fmt, rule = scheme.element_format, scheme.scale_format, str(scheme.scale_rule)
-    if not fmt.coded:
-        return _float_scales(amax, element, fmt, global_scale)
-    if fmt.exponent_only:
-        largest = largest_power_of_two(element, fmt)
-        start = _power_of_two_codes(amax, element, fmt, rule, global_scale)
-        if rule == "search":
-            candidates = [_shifted(start, offset, 0, largest) for offset in SEARCH_BINADES]
-            start = _search(blocks, amax, scheme, global_scale, candidates)
-        elif rule == "rceil":
-            start = _smallest_unsaturated(start, amax, scheme, global_scale, largest)
-    else:
-        start = encode_scale(_quotient(amax, element.max, global_scale), fmt, up=rule == "ceil")
-        if rule == "ceil":
-            start = _smallest_unsaturated(start, amax, scheme, global_scale, fmt.max_code)
-        elif rule == "four-over-six":
-            four = encode_scale(_quotient(amax, 4.0, global_scale), fmt)
-            candidates = [_shifted(codes, 0, 1, fmt.max_code) for codes in (start, four)]
-            start = _search(blocks, amax, scheme, global_scale, candidates)
-        elif rule == "search":
-            candidates = [_shifted(start, offset, 1, fmt.max_code) for offset in SEARCH_CODES]
-            start = _search(blocks, amax, scheme, global_scale, candidates)
-        if rule in ("absmax-nonzero", "four-over-six", "search"):
-            start = torch.where(amax > 0, start.clamp(min=1), 0)
-    return start
+    return rule_of(scheme).scales(Blocks(blocks, amax, scheme, global_scale))
 
 
 def count_small_scales(scale: torch.Tensor, amax: torch.Tensor, fmt: ScaleFormat) -> tuple[int, int]:
@@ -117,16 +94,114 @@ def count_small_scales(scale: torch.Tensor, amax: torch.Tensor, fmt: ScaleFormat
     return zero, int((alive & (value < fmt.min_normal)).sum()) - zero
 
 
-def _quotient(amax: torch.Tensor, target: float, global_scale: torch.Tensor | None) -> torch.Tensor:
-    scale = amax / target
-    return scale if global_scale is None else global_scale * scale
+class Blocks(NamedTuple):
+    """Blocks whose scales are wanted.
+
+    ``values``: fp32 ``[row_blocks, r, column_blocks, c]`` from :func:`mxquant.codec.blocks.split`;
+    ``amax``: their largest magnitudes, ``[row_blocks, column_blocks]``; ``global_scale``: fp32, or None.
+    """
+
+    values: torch.Tensor
+    amax: torch.Tensor
+    scheme: QuantScheme
+    global_scale: torch.Tensor | None
 
 
-def _float_scales(
-    amax: torch.Tensor, element: ElementFormat, fmt: ScaleFormat, global_scale: torch.Tensor | None
-) -> torch.Tensor:
+def _absmax_float(b: Blocks) -> torch.Tensor:
+    element, fmt = b.scheme.element_format, b.scheme.scale_format
     largest = _FP32_MAX / element.max * (1 - 2.0 ** -(fmt.mantissa_bits + 1))
-    return encode_scale(_quotient(amax, element.max, global_scale).clamp(max=largest), fmt)
+    return encode_scale(_quotient(b, element.max).clamp(max=largest), fmt)
+
+
+def _absmax(b: Blocks) -> torch.Tensor:
+    return encode_scale(_quotient(b, b.scheme.element_format.max), b.scheme.scale_format)
+
+
+def _absmax_nonzero(b: Blocks) -> torch.Tensor:
+    return _nonzero(_absmax(b), b)
+
+
+def _ceil(b: Blocks) -> torch.Tensor:
+    fmt = b.scheme.scale_format
+    return _smallest_unsaturated(encode_scale(_quotient(b, b.scheme.element_format.max), fmt, up=True), b, fmt.max_code)
+
+
+def _four_over_six(b: Blocks) -> torch.Tensor:
+    fmt = b.scheme.scale_format
+    four = encode_scale(_quotient(b, 4.0), fmt)
+    return _nonzero(_search([_shifted(codes, 0, 1, fmt.max_code) for codes in (_absmax(b), four)], b), b)
+
+
+def _search_codes(b: Blocks) -> torch.Tensor:
+    start = _absmax(b)
+    return _nonzero(_search([_shifted(start, o, 1, b.scheme.scale_format.max_code) for o in SEARCH_CODES], b), b)
+
+
+def _power_of_two(b: Blocks) -> torch.Tensor:
+    """floor, ceil, even and oas; rceil and search start from it."""
+    element, fmt = b.scheme.element_format, b.scheme.scale_format
+    scaled = b.amax if b.global_scale is None else b.amax * b.global_scale
+    carry = power_of_two_carry(element, str(b.scheme.scale_rule))
+    codes = ((scaled.view(torch.int32) + carry) >> 23) - element.max_exponent
+    return codes.clamp_(0, largest_power_of_two(element, fmt)).to(torch.uint8)
+
+
+def _rceil(b: Blocks) -> torch.Tensor:
+    largest = largest_power_of_two(b.scheme.element_format, b.scheme.scale_format)
+    return _smallest_unsaturated(_power_of_two(b), b, largest)
+
+
+def _search_binades(b: Blocks) -> torch.Tensor:
+    start, largest = _power_of_two(b), largest_power_of_two(b.scheme.element_format, b.scheme.scale_format)
+    return _search([_shifted(start, offset, 0, largest) for offset in SEARCH_BINADES], b)
+
+
+class ScaleRule(NamedTuple):
+    """``scales``: from blocks to their stored scales, ``[row_blocks, column_blocks]``: uint8 codes, or floats.
+
+    ``headroom``: some scales are larger than absmax's; the global scale leaves room for them.
+    """
+
+    scales: Callable[[Blocks], torch.Tensor]
+    headroom: bool = False
+
+
+# The rules of the tables above, by kind of scale and by their name in the formats' ``rules``.
+RULES: dict[str, dict[str, ScaleRule]] = {
+    "mantissa": {
+        "absmax": ScaleRule(_absmax),
+        "absmax-nonzero": ScaleRule(_absmax_nonzero),
+        "ceil": ScaleRule(_ceil),
+        "four-over-six": ScaleRule(_four_over_six, headroom=True),
+        "search": ScaleRule(_search_codes),
+    },
+    "power of two": {
+        "floor": ScaleRule(_power_of_two),
+        "ceil": ScaleRule(_power_of_two),
+        "even": ScaleRule(_power_of_two),
+        "rceil": ScaleRule(_rceil),
+        "oas": ScaleRule(_power_of_two),
+        "search": ScaleRule(_search_binades),
+    },
+    "float": {"absmax": ScaleRule(_absmax_float)},
+}
+
+
+def rule_of(scheme: QuantScheme) -> ScaleRule:
+    """The scheme's row in ``RULES``."""
+    fmt = scheme.scale_format
+    kind = "float" if not fmt.coded else "power of two" if fmt.exponent_only else "mantissa"
+    return RULES[kind][str(scheme.scale_rule)]
+
+
+def _quotient(b: Blocks, target: float) -> torch.Tensor:
+    scale = b.amax / target
+    return scale if b.global_scale is None else b.global_scale * scale
+
+
+def _nonzero(codes: torch.Tensor, b: Blocks) -> torch.Tensor:
+    """At least the smallest scale for blocks that are not all zero; zero for those that are."""
+    return torch.where(b.amax > 0, codes.clamp(min=1), 0)
 
 
 def largest_power_of_two(element: ElementFormat, fmt: ScaleFormat) -> int:
@@ -152,33 +227,23 @@ def power_of_two_carry(element: ElementFormat, rule: str) -> int:
     }[rule]
 
 
-def _power_of_two_codes(
-    amax: torch.Tensor, element: ElementFormat, fmt: ScaleFormat, rule: str, global_scale: torch.Tensor | None
-) -> torch.Tensor:
-    scaled = amax if global_scale is None else amax * global_scale
-    codes = ((scaled.view(torch.int32) + power_of_two_carry(element, rule)) >> 23) - element.max_exponent
-    return codes.clamp_(0, largest_power_of_two(element, fmt)).to(torch.uint8)
-
-
 def _mantissa(value: float) -> int:
     fraction, _ = math.frexp(value)
     return int((fraction * 2 - 1) * (1 << 23))
 
 
-def _smallest_unsaturated(
-    codes: torch.Tensor, amax: torch.Tensor, scheme: QuantScheme, global_scale: torch.Tensor | None, largest: int
-) -> torch.Tensor:
+def _smallest_unsaturated(codes: torch.Tensor, b: Blocks, largest: int) -> torch.Tensor:
     """The smallest codes, up to ``largest``, with ``amax <= M * fl32(s/g)``, from a guess at most one code off.
 
     The guess comes from a rounded ``g * amax``; this settles it, exactly.
     """
     codes = _shifted(codes, -1, 0, largest)
     for _ in range(2):
-        scale = effective_scale(codes, scheme.scale_format, global_scale)
+        scale = effective_scale(codes, b.scheme.scale_format, b.global_scale)
         # Cut in two, a scale times M needs no rounding, so neither does the comparison.
         high = (scale.view(torch.int32) & ~0xFFF).view(torch.float32)
-        m = scheme.element_format.max
-        too_small = amax - high * m > (scale - high) * m
+        m = b.scheme.element_format.max
+        too_small = b.amax - high * m > (scale - high) * m
         codes = codes + (too_small & (codes < largest)).to(torch.uint8)
     return codes
 
@@ -187,20 +252,14 @@ def _shifted(codes: torch.Tensor, offset: int, low: int, high: int) -> torch.Ten
     return (codes.to(torch.int16) + offset).clamp_(low, high).to(torch.uint8)
 
 
-def _search(
-    blocks: torch.Tensor,
-    amax: torch.Tensor,
-    scheme: QuantScheme,
-    global_scale: torch.Tensor | None,
-    candidates: Sequence[torch.Tensor],
-) -> torch.Tensor:
+def _search(candidates: Sequence[torch.Tensor], b: Blocks) -> torch.Tensor:
     """The candidate codes with the least squared error in each block; the first of equals wins."""
-    element, fmt = scheme.element_format, scheme.scale_format
-    magnitudes = B.as_columns(blocks).abs()
+    element, fmt, amax = b.scheme.element_format, b.scheme.scale_format, b.amax
+    magnitudes = B.as_columns(b.values).abs()
     quotient = torch.empty_like(magnitudes)
     best_codes, best_error = candidates[0], torch.full_like(amax, torch.inf)
     for codes in candidates:
-        scale = effective_scale(codes, fmt, global_scale)
+        scale = effective_scale(codes, fmt, b.global_scale)
         # A scale that a large global scale turned into zero would lose the block: error NaN, never better.
         scale = torch.where(scale > 0, scale, torch.inf)
         torch.div(magnitudes, scale.view(1, -1), out=quotient)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from mxquant.checkpoint.damage import check_no_adapter
-from mxquant.checkpoint.formats import compressed_tensors, native
+from mxquant.checkpoint.formats import registry
+from mxquant.checkpoint.formats.base import Layout
+from mxquant.checkpoint.formats.packed import PackedWeight
 from mxquant.checkpoint.layout import INDEX_NAME, OutputTensor
-from mxquant.checkpoint.reader import Checkpoint, TensorInfo, resolve_source
-from mxquant.checkpoint.writer import DTYPE_NAMES, index_json, plan_shards, shard_names
+from mxquant.checkpoint.reader import Checkpoint, resolve_source
+from mxquant.checkpoint.writer import DTYPE_NAMES, ShardWriter, index_json, plan_shards, shard_names
+from mxquant.codec.numerics import effective_scale
+from mxquant.codec.qtensor import QTensor
 from mxquant.convert.card.files import restore_card
 from mxquant.convert.output import (
     carry_side_files,
@@ -23,14 +28,7 @@ from mxquant.convert.output import (
 )
 from mxquant.convert.pipeline import DEFAULT_SHARD_BYTES, Notify, Progress
 from mxquant.errors import CheckpointError
-from mxquant.ops.operators import QTensor
-from mxquant.schemes.formats import QuantScheme
-from mxquant.transformers.matching import header_problems
-
-# How tensors end that mean nothing without the packed weight.
-_PARTS = (".weight_scale", ".weight_global_scale", ".weight_packed")
-# What the name of a packed tensor has that the dense one has not.
-_SUFFIXES = {native.QUANT_METHOD: "", compressed_tensors.QUANT_METHOD: "_packed"}
+from mxquant.ops.operators import dequantize
 
 
 def dequantize_model(
@@ -47,32 +45,32 @@ def dequantize_model(
 
     ``dtype``: of the weights that were quantized; None takes the model's own (``config.json``).
     ``notify``: called with what a user should know of the source's files.
-    Everything else is copied. Reads mxquant's format and compressed-tensors' NVFP4 and MXFP4.
-    Raises ``CheckpointError`` for anything else, and for parts that are missing or do not fit.
+    Everything else is copied, but for scales of inputs. Reads every format of
+    :mod:`mxquant.checkpoint.formats.registry`. Raises ``CheckpointError`` for anything else, for parts
+    that are missing or do not fit, and for values that are NaN or infinite.
     """
     checkpoint = Checkpoint(resolve_source(source))
-    config = dict(checkpoint.config)
-    quantization = config.pop("quantization_config", None) or {}
-    method = quantization.get("quant_method")
-    if method not in _SUFFIXES:
-        what = f"quantized by {method}, which cannot be read here" if method else "not quantized"
-        raise CheckpointError(f"{checkpoint.folder} is {what}")
+    if (why := registry.why_not_decoded(checkpoint)) is not None:
+        raise CheckpointError(why)
     check_no_adapter(checkpoint.folder)
+    layout, config = registry.find(checkpoint), _dense_config(checkpoint.config)
+    _check(checkpoint, layout)
+    weights, dtype = {weight.name: weight for weight in layout.weights}, dtype or _config_dtype(config)
     out = Path(out)
     check_output(out, checkpoint, overwrite)
     if notify:
         for text in [*checkpoint.warnings, *checkpoint.side_files().warnings()]:
             notify(text)
-    reader = _Reader(checkpoint, method, quantization, dtype or _config_dtype(config))
-    shards = plan_shards([[o] for o in reader.outputs], max_shard_bytes)
-    check_disk_space(out.absolute(), sum(o.nbytes for o in reader.outputs))
+    outputs = _outputs(checkpoint, layout, dtype)
+    shards = plan_shards([[o] for o in outputs], max_shard_bytes)
+    check_disk_space(out.absolute(), sum(o.nbytes for o in outputs))
     names = shard_names(len(shards))
     with output_folder(out) as folder:
         for file, shard in zip(names, shards, strict=True):
             with open_shard(folder / file, shard) as writer:
                 for output in shard:
-                    if output.name in reader.entries:
-                        writer.write(output.name, reader.dense(output.name))
+                    if output.name in weights:
+                        _write(weights[output.name], checkpoint, dtype, writer)
                     else:
                         copy_tensor(checkpoint, output.name, writer)
                     if progress:
@@ -80,91 +78,66 @@ def dequantize_model(
         if len(names) > 1:
             (folder / INDEX_NAME).write_text(index_json(shards))
         carry_side_files(checkpoint, folder)
+        for known in registry.formats():
+            if known.side_file:
+                (folder / known.side_file).unlink(missing_ok=True)
         restore_card(folder)
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return out
 
 
-class _Reader:
-    """The tensors of the dense checkpoint: ``outputs``, of which ``entries`` are decoded by ``dense``."""
-
-    def __init__(self, checkpoint: Checkpoint, method: str, quantization: dict, dtype: torch.dtype):  # type: ignore[type-arg]
-        self._checkpoint, self._dtype, self._suffix = checkpoint, dtype, _SUFFIXES[method]
-        self.entries: dict[str, native.ModuleEntry] = {}
-        self.outputs: list[OutputTensor] = []
-        table = native.parse_config(quantization) if method == native.QUANT_METHOD else None
-        scheme = compressed_tensors.parse_config(quantization) if table is None else None
-        parts: set[str] = set()
-        for info in checkpoint.tensors.values():
-            entry = _entry(info, table, scheme)
-            if entry is not None:
-                self.entries[entry.tensor] = entry
-                parts |= {info.name, f"{entry.tensor}_scale", f"{entry.tensor}_global_scale"}
-                self.outputs.append(OutputTensor(entry.tensor, DTYPE_NAMES[dtype], entry.dense_shape))
-        self.outputs += [
-            OutputTensor(i.name, i.dtype, i.shape) for i in checkpoint.tensors.values() if i.name not in parts
-        ]
-        self._check(parts, [] if table is None else table.unmatched([e.name for e in self.entries.values()]))
-
-    def _check(self, parts: set[str], unmatched: list[str]) -> None:
-        """Raise ``CheckpointError`` if config and tensors do not agree: before any work."""
-        checkpoint = self._checkpoint
-        if unmatched:
-            raise CheckpointError(f"{checkpoint.folder}: the config names {unmatched[0]}, which has no tensor")
-        if not self.entries:
-            raise CheckpointError(f"{checkpoint.folder}: the config says that weights are packed, and no tensor is")
-        headers = {name: (info.dtype, info.shape) for name, info in checkpoint.tensors.items()}
-        for entry in self.entries.values():
-            if problems := header_problems(entry, headers, self._suffix):
-                raise CheckpointError(f"{checkpoint.folder}: {problems[0]}")
-        for name in checkpoint.tensors:
-            if name not in parts and name.endswith(_PARTS):
-                raise CheckpointError(f"{checkpoint.folder}: {name} is a part of a packed weight that is not there")
-
-    def dense(self, name: str) -> torch.Tensor:
-        entry = self.entries[name]
-        packed = self._part(f"{name}{self._suffix}")
-        scale = self._part(f"{name}_scale")
-        global_scale = self._part(f"{name}_global_scale") if entry.scheme.global_scale else None
-        if entry.experts is None:
-            return self._matrix(entry, packed, scale, global_scale)
-        try:
-            parts = zip(
-                packed, scale, global_scale if global_scale is not None else [None] * entry.experts, strict=True
-            )
-            matrices = [self._matrix(entry, p, s, None if g is None else g[None]) for p, s, g in parts]
-        except ValueError as error:
-            raise CheckpointError(f"{name}: {error}") from error
-        return torch.stack(matrices)
-
-    def _matrix(
-        self, entry: native.ModuleEntry, packed: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor | None
-    ) -> torch.Tensor:
-        try:
-            packed = packed.view(entry.scheme.packed_shape(entry.shape))
-            q = QTensor(packed, scale, global_scale, entry.shape, entry.scheme)
-        except (ValueError, RuntimeError) as error:
-            raise CheckpointError(f"{entry.name}: {error}") from error
-        weight = q.dequantize(self._dtype)
-        return weight.t().contiguous() if entry.transposed else weight
-
-    def _part(self, name: str) -> torch.Tensor:
-        if name not in self._checkpoint.tensors:
-            raise CheckpointError(f"{self._checkpoint.folder}: tensor {name} is missing")
-        return self._checkpoint.read(name)
+def _check(checkpoint: Checkpoint, layout: Layout) -> None:
+    """Raise ``CheckpointError`` if config and tensors do not agree: before any work."""
+    problems = [f"the config names {name}, which has no tensor" for name in layout.unmatched[:1]]
+    if not layout.weights and not layout.unlisted:
+        problems.append("the config says that weights are packed, and no tensor is")
+    for weight in layout.weights:
+        problems += [message for _, message in weight.problems(checkpoint.tensors)]
+    problems += [*layout.packed_strays(), *layout.stray_scales()]
+    if problems:
+        raise CheckpointError(f"{checkpoint.folder}: {problems[0]}")
 
 
-def _entry(info: TensorInfo, table: native.ModuleTable | None, scheme: QuantScheme | None) -> native.ModuleEntry | None:
-    """What the packed tensor ``info`` stands for; None if it is not one."""
-    if table is not None:
-        return table.match_tensor(info.name)
-    module = info.name.removesuffix(".weight_packed")
-    if module == info.name:
-        return None
-    assert scheme is not None
-    if len(info.shape) != 2:
-        raise CheckpointError(f"{info.name} ({info.dtype} {list(info.shape)}) is not a packed matrix")
-    return native.ModuleEntry(module, scheme, (info.shape[0], info.shape[1] * 2))
+def _outputs(checkpoint: Checkpoint, layout: Layout, dtype: torch.dtype) -> list[OutputTensor]:
+    """The tensors of the dense checkpoint; scales of inputs are of no use in it."""
+    left_out = {*layout.part_names, *layout.activation_scales}
+    dense = [OutputTensor(w.name, DTYPE_NAMES[dtype], w.dense_shape) for w in layout.weights]
+    others = [info for info in checkpoint.tensors.values() if info.name not in left_out]
+    return dense + [OutputTensor(info.name, info.dtype, info.shape) for info in others]
+
+
+def _write(weight: PackedWeight, checkpoint: Checkpoint, dtype: torch.dtype, writer: ShardWriter) -> None:
+    """Decode a packed weight, matrix by matrix. Raises ``CheckpointError`` for values that are no finite numbers."""
+    offset = 0
+    for matrix in weight.read(checkpoint):
+        q = matrix.qtensor()
+        dense = dequantize(q, dtype)
+        _check_finite(weight, q, dense)
+        writer.write(weight.name, dense.t() if weight.transposed else dense, offset)
+        offset += dense.numel() * dense.element_size()
+
+
+def _check_finite(weight: PackedWeight, q: QTensor, dense: torch.Tensor) -> None:
+    scales = effective_scale(q.scale, q.scheme.scale_format, q.global_scale)
+    element = q.scheme.element_format
+    largest = float(scales.abs().amax()) * element.max  # NaN if a scale is
+    if largest <= torch.finfo(dense.dtype).max and element.bits < 8:
+        return  # no code of these elements is NaN
+    bad = int((~dense.isfinite()).sum())
+    if bad or not scales.isfinite().all():
+        raise CheckpointError(
+            f"{weight.name}: {bad} values are NaN or infinite; its scales or elements are damaged, which "
+            "`mxquant verify` describes"
+        )
+
+
+def _dense_config(config: dict[str, Any]) -> dict[str, Any]:
+    """``config.json`` without what it says of quantization."""
+    found = {key: value for key, value in config.items() if key != "quantization_config"}
+    nested = found.get("text_config")
+    if isinstance(nested, dict):
+        found["text_config"] = {key: value for key, value in nested.items() if key != "quantization_config"}
+    return found
 
 
 def _config_dtype(config: dict) -> torch.dtype:  # type: ignore[type-arg]

@@ -1,19 +1,38 @@
-"""How much memory of its own this process holds."""
+"""How much memory of its own this process holds, and how much more it may take."""
 
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from types import TracebackType
 
-_STATUS = "/proc/self/status"
+_STATUS, _SYSTEM = "/proc/self/status", "/proc/meminfo"
+# The limit of the container that the process runs in, and what of its memory cannot be given back.
+_LIMIT, _USED = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.stat"
 
 
 def anonymous_bytes() -> int | None:
     """Resident anonymous memory (mapped files not counted); None where the system does not tell."""
+    return _kibibytes(_STATUS, "RssAnon:")
+
+
+def available_bytes() -> int | None:
+    """Memory that can be had without swapping, within the limit of a container; None where the system does not tell."""
+    system = _kibibytes(_SYSTEM, "MemAvailable:")
     try:
-        with open(_STATUS) as status:
-            for line in status:
-                if line.startswith("RssAnon:"):
+        limit, used = Path(_LIMIT).read_text().strip(), Path(_USED).read_text().split()
+        left = int(limit) - int(used[used.index("anon") + 1])
+    except (OSError, ValueError):  # no container, or one without a limit ("max")
+        return system
+    return max(0, left if system is None else min(left, system))
+
+
+def _kibibytes(path: str, key: str) -> int | None:
+    """The number of bytes that a file of the kernel gives in kB after ``key``."""
+    try:
+        with open(path) as lines:
+            for line in lines:
+                if line.startswith(key):
                     return int(line.split()[1]) * 1024
     except OSError:
         pass

@@ -7,10 +7,11 @@ from pathlib import Path
 
 from mxquant.checkpoint import pytorch
 from mxquant.checkpoint.damage import check_no_adapter
-from mxquant.checkpoint.formats.gpt_oss import GptOssCheckpoint, is_gpt_oss
+from mxquant.checkpoint.formats import registry
 from mxquant.checkpoint.reader import Checkpoint, read_config, resolve_source
 from mxquant.checkpoint.weight_files import first_file, is_pytorch
 from mxquant.errors import CheckpointError
+from mxquant.ops.operators import dequantize
 from mxquant.transformers.gguf import GgufCheckpoint
 
 
@@ -39,7 +40,9 @@ def _open_folder(folder: Path) -> Checkpoint:
         return pytorch.PytorchCheckpoint(folder)
     if first is None and not any(folder.glob(Checkpoint.pattern)):
         return _other_than_safetensors(folder)
-    return GptOssCheckpoint(folder) if is_gpt_oss(config) else Checkpoint(folder)
+    method = registry.method_of(config, folder)
+    dense = registry.get(method).open_dense(folder, dequantize) if registry.knows(method) else None
+    return dense or Checkpoint(folder)
 
 
 def _is_there(path: Path) -> bool:

@@ -18,14 +18,14 @@ from pathlib import Path
 
 import torch
 
-import mxquant.ops.operators  # brings the kernels
 from mxquant.checkpoint.fingerprint import fingerprint, without_times
-from mxquant.checkpoint.formats import compressed_tensors
+from mxquant.checkpoint.formats import registry
 from mxquant.checkpoint.layout import FLOAT_DTYPES, INDEX_NAME, REPORT_NAME
 from mxquant.checkpoint.reader import Checkpoint
 from mxquant.checkpoint.writer import ShardWriter, index_json, shard_names
+from mxquant.codec.amax import group_amax, tensor_amax
 from mxquant.codec.parallel import Workers
-from mxquant.codec.rounding import QuantStats, RowChunk, RowQuantizer, check_finite, check_weight, tensor_amax
+from mxquant.codec.rounding import QuantStats, RowChunk, RowQuantizer, check_finite, check_weight
 from mxquant.codec.scaling import global_scale_for
 from mxquant.convert.card.files import write_card
 from mxquant.convert.manifest import Manifest, identify
@@ -34,9 +34,11 @@ from mxquant.convert.open_source import open_source
 from mxquant.convert.output import carry_side_files, check_disk_space, check_output, copy_tensor, open_shard
 from mxquant.convert.plan import QuantPlan, make_plan
 from mxquant.convert.report import QuantReport
-from mxquant.convert.scan import small_scale_warnings
+from mxquant.convert.scan import fit_warnings
 from mxquant.convert.tensor_plan import TensorPlan
 from mxquant.convert.work_folder import work_folder
+from mxquant.ops import backends
+from mxquant.ops.operators import quantize_rows
 from mxquant.schemes.formats import QuantScheme
 from mxquant.schemes.recipe import QuantRecipe
 from mxquant.transformers.kinds import Kind
@@ -125,11 +127,7 @@ def plan_model(
         allow_dense=allow_dense,
         trust_remote_code=trust_remote_code,
     )
-    plan.warnings += [
-        *checkpoint.warnings,
-        *checkpoint.side_files().warnings(),
-        *small_scale_warnings(checkpoint, plan),
-    ]
+    plan.warnings += [*checkpoint.warnings, *checkpoint.side_files().warnings(), *fit_warnings(checkpoint, plan)]
     return checkpoint, plan
 
 
@@ -189,7 +187,7 @@ def _build(checkpoint: Checkpoint, run: _Run, manifest: Manifest, folder: Path, 
         carry_side_files(checkpoint, folder)
         report.stats = {t.name: run.stats[t.name] for t in plan.quantized}
         data = report.to_file()
-        (folder / REPORT_NAME).write_text(json.dumps(data, indent=2) + "\n")
+        (folder / REPORT_NAME).write_text(json.dumps(data, indent=2, allow_nan=False) + "\n")
         write_card(folder, data)
         config = {**checkpoint.config, **plan.config_changes, "quantization_config": plan.quantization_config}
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -214,6 +212,7 @@ class _Run:
         self.device = device
         self.stats: dict[str, QuantStats] = {}
         self._checkpoint, self._plan, self._seed, self._progress = checkpoint, plan, seed, progress
+        self._format = registry.get(plan.on_disk)
         self._tensors = {t.outputs[0].name: t for t in plan.tensors}
         self._groups: dict[str, list[TensorPlan]] = defaultdict(list)
         for t in plan.quantized:
@@ -282,6 +281,7 @@ class _Run:
             global_scale=global_scale,
             device=self.device,
             with_stats=True,
+            quantize=quantize_rows,
         )
         for start in quantizer.starts:
             yield _Job(t, index, quantizer, start)
@@ -291,9 +291,7 @@ class _Run:
         assert t.scheme is not None
         assert chunk.stats is not None
         packed, scale = t.outputs[:2]
-        scales = chunk.scale
-        if self._plan.on_disk == compressed_tensors.QUANT_METHOD:
-            scales = compressed_tensors.stored_scale(scales, t.scheme)
+        scales = self._format.stored_scale(chunk.scale, t.scheme)
         row = job.index * t.matrix[0] + chunk.start
         writer.write(packed.name, chunk.packed, row * chunk.packed.shape[1])
         row_bytes = scales.shape[1] * scales.element_size()
@@ -308,15 +306,14 @@ class _Run:
             return tensor_amax(weight)
         key = (t.group, index)
         if key not in self._group_amax:
-            members = [m.read_matrix(self._checkpoint, index) for m in self._groups[t.group]]
-            self._group_amax[key] = torch.stack([tensor_amax(m) for m in members]).amax()
+            self._group_amax[key] = group_amax(m.read_matrix(self._checkpoint, index) for m in self._groups[t.group])
         return self._group_amax[key]
 
 
 def _kernels(device: torch.device) -> str:
     """What computes: the sums of errors in the report depend on it in their last digits."""
-    found = mxquant.ops.operators.backend(device.type)
-    return "reference" if found is None else str(found.describe("quantize"))
+    found = backends.backend(device.type)
+    return "reference" if found is None else found.describe("quantize")
 
 
 def versions() -> dict[str, str]:

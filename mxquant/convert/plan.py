@@ -7,14 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
-from mxquant.checkpoint.formats import compressed_tensors, native
-from mxquant.checkpoint.formats.gpt_oss import GptOssCheckpoint
+from mxquant.checkpoint.formats import compressed_tensors, native, registry
+from mxquant.checkpoint.formats.packed import PackedWeight
 from mxquant.checkpoint.layout import OutputTensor
 from mxquant.checkpoint.reader import Checkpoint
-from mxquant.checkpoint.writer import DTYPE_NAMES, plan_shards
-from mxquant.codec.numerics import scale_dtype
+from mxquant.checkpoint.writer import plan_shards
 from mxquant.codec.qtensor import CHUNK_ELEMENTS
 from mxquant.convert.decide import decide
 from mxquant.convert.tensor_plan import TensorPlan
@@ -26,6 +23,7 @@ from mxquant.transformers.architectures import NameMapper, build_meta_model
 from mxquant.transformers.behaviour import Behaviour, watch
 from mxquant.transformers.classes import auto_class
 from mxquant.transformers.kinds import Kind
+from mxquant.transformers.linears import loader_linears
 from mxquant.transformers.select import engine_problems
 from mxquant.transformers.trial import why_not_loadable
 
@@ -158,17 +156,11 @@ def make_plan(
 
 def check_not_quantized(checkpoint: Checkpoint) -> None:
     """Raise ``CheckpointError`` if the source is quantized already, unless it is read as a dense one."""
-    config = checkpoint.config
-    nested = config.get("text_config")
-    nested = nested if isinstance(nested, dict) else {}
-    found = config.get("quantization_config") or nested.get("quantization_config")
-    method = (found or {}).get("quant_method", "unknown method") if found else None
-    if method is None and (checkpoint.folder / "hf_quant_config.json").exists():
-        method = "modelopt"
-    if method and not isinstance(checkpoint, GptOssCheckpoint):
+    method = registry.method_of(checkpoint.config, checkpoint.folder)
+    if method and not checkpoint.decoded:
+        way_out = registry.way_to_dense(checkpoint.folder)
         raise CheckpointError(
-            f"{checkpoint.folder} is already quantized ({method}); start from the dense model, "
-            "or make one with `mxquant dequantize`"
+            f"{checkpoint.folder} is already quantized ({method}); start from the dense model{way_out}"
         )
 
 
@@ -204,23 +196,16 @@ def _why_not_compressed(quantized: list[TensorPlan], recipe: QuantRecipe, seen: 
         what = "activations" if recipe.activations else "keys and values"
         return f"it says what {what} are rounded to as the model runs"
     names = {compressed_tensors.format_name(t.scheme) for t in quantized if t.scheme}
-    if names == {None}:
-        return "no other format holds this scheme"
     if len(names) > 1:
         return "several schemes in one model"
-    stack = next((t for t in quantized if t.experts), None)
-    if stack:
-        return f"{stack.name} holds the matrices of all experts, for which compressed-tensors has no name"
+    packed = (_packed(t, t.scheme, compressed_tensors.QUANT_METHOD) for t in quantized if t.scheme)
+    reasons = (registry.get(compressed_tensors.QUANT_METHOD).why_not(weight) for weight in packed)
+    if reason := next(filter(None, reasons), None):
+        return reason
     if any(t.kind is Kind.EXPERTS and t.scheme and t.scheme.global_scale for t in quantized):
         return (
             "transformers ignores the global scales of experts in compressed-tensors, so their weights would be wrong"
         )
-    uneven = next((t for t in quantized if t.scheme and t.matrix[1] % t.scheme.block_shape[1]), None)
-    if uneven:
-        return f"{uneven.name} has {uneven.matrix[1]} input features, not a whole number of blocks"
-    transposed = next((t for t in quantized if t.transposed), None)
-    if transposed:
-        return f"{transposed.name} is stored transposed, which compressed-tensors cannot say"
     if seen.replaced:
         return f"the model replaces its buffer {min(seen.replaced)} as it runs, which compressed-tensors prevents"
     return None
@@ -245,37 +230,24 @@ def _config_changes(checkpoint: Checkpoint, on_disk: str) -> dict[str, Any]:
 def _outputs(t: TensorPlan, on_disk: str) -> list[OutputTensor]:
     if t.scheme is None:
         return [OutputTensor(t.name, t.dtype, t.shape)]
-    entry = _entry(t, t.scheme)
-    if on_disk == native.QUANT_METHOD:
-        packed = OutputTensor(t.name, "U8", entry.stored_shape)
-    else:
-        packed = OutputTensor(f"{t.name}_packed", "U8", entry.packed_shape)
-    kind = DTYPE_NAMES[scale_dtype(t.scheme.scale_format)]
-    outputs = [packed, OutputTensor(f"{t.name}_scale", kind, entry.scale_shape)]
-    if t.scheme.global_scale:
-        outputs.append(OutputTensor(f"{t.name}_global_scale", "F32", entry.global_scale_shape))
-    return outputs
+    return list(_packed(t, t.scheme, on_disk).parts.values())
 
 
-def _entry(t: TensorPlan, scheme: QuantScheme, recipe: QuantRecipe | None = None) -> native.ModuleEntry:
+def _packed(t: TensorPlan, scheme: QuantScheme, on_disk: str, recipe: QuantRecipe | None = None) -> PackedWeight:
     activations = recipe.activations_for(scheme) if recipe else None
-    return native.ModuleEntry(_entry_name(t), scheme, t.matrix, t.transposed, activations, t.experts)
-
-
-def _entry_name(t: TensorPlan) -> str:
-    return t.module if t.experts is None else t.name
+    more = {"transposed": t.transposed, "activations": activations}
+    return registry.get(on_disk).weight(t.name, scheme, t.matrix, experts=t.experts, **more)
 
 
 def _quantization_config(
     tensors: list[TensorPlan], on_disk: str, recipe: QuantRecipe, model: Any, mapper: NameMapper
 ) -> dict[str, Any]:
-    quantized = [t for t in tensors if t.scheme]
-    if on_disk == native.QUANT_METHOD:
-        entries = [_entry(t, t.scheme, recipe) for t in quantized if t.scheme]
-        return native.build_config(entries, [_entry_name(t) for t in tensors], recipe.kv_cache)
-    scheme = quantized[0].scheme
-    assert scheme is not None
-    return compressed_tensors.build_config(scheme, _dense_layers(tensors, model, mapper))
+    return registry.get(on_disk).config_block(
+        [_packed(t, t.scheme, on_disk, recipe) for t in tensors if t.scheme],
+        names=[t.module if t.experts is None else t.name for t in tensors],
+        dense=_dense_layers(tensors, model, mapper),
+        kv_cache=recipe.kv_cache,
+    )
 
 
 def _dense_layers(tensors: Iterable[TensorPlan], model: Any, mapper: NameMapper) -> list[str]:
@@ -295,5 +267,5 @@ def _dense_layers(tensors: Iterable[TensorPlan], model: Any, mapper: NameMapper)
         if not t.scheme and t.name.endswith(".weight") and len(t.shape) == 2 and t.kind is not Kind.EMBEDDING
     }
     known = {*packed, *names.values()}
-    names |= {n: n for n, module in model.named_modules() if isinstance(module, nn.Linear) and n not in known}
+    names |= {n: n for n in loader_linears(model) if n not in known}
     return sorted(set(compressed_tensors.ignored(names, packed)))

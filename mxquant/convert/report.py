@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,30 @@ class QuantReport:
         done = self.plan.parameters - self.resumed_parameters
         return done / self.seconds if self.seconds else math.inf if done else 0.0
 
+    def _worst(self, figure: Callable[[QuantStats], float]) -> tuple[str, float]:
+        """The layer with the largest ``figure``, and that."""
+        values = {name: figure(stats) for name, stats in self.stats.items()}
+        name = max(values, key=lambda n: values[n])
+        return name, values[name]
+
+    @property
+    def mean_relative_error(self) -> float:
+        """The relative errors of the layers, by their numbers of weights: no single weight decides it."""
+        elements = sum(stats.elements for stats in self.stats.values())
+        return (
+            sum(stats.relative_error * stats.elements for stats in self.stats.values()) / elements if elements else 0.0
+        )
+
+    def headline(self) -> dict[str, Any]:
+        """What a report begins with: figures that one large weight cannot make look good, and the worst layers."""
+        error_of, error = self._worst(lambda stats: stats.relative_error)
+        zero_of, zero = self._worst(lambda stats: stats.zero_share)
+        return {
+            "mean_relative_error": self.mean_relative_error,
+            "worst_relative_error": {"layer": error_of, "value": error},
+            "worst_zero_scales": {"layer": zero_of, "share": zero},
+        }
+
     def groups(self) -> list[dict[str, Any]]:
         """Quantized layers by projection and scheme, in model order."""
         members: dict[tuple[str, str], list[TensorPlan]] = defaultdict(list)
@@ -129,6 +154,7 @@ class QuantReport:
                 t |= {**summary(stats), "squared_error": stats.error, "squared_norm": stats.signal}
         return {
             **plan,
+            **self.headline(),
             **summary(self.total),
             "seed": self.seed,
             "schemes": {t.scheme.name: t.scheme.to_dict() for t in self.plan.quantized if t.scheme},

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from mxquant.checkpoint.formats.base import Layout
+from mxquant.checkpoint.formats.packed import PackedWeight
 from mxquant.checkpoint.reader import Checkpoint
 from mxquant.errors import MXQuantError
 from mxquant.inspection.faults import Verification
-from mxquant.inspection.layouts import Layout
-from mxquant.inspection.packed import PackedWeight
 from mxquant.transformers.architectures import NameMapper, Parameter, build_meta_model, inventory
 from mxquant.transformers.fused import fused_groups
 from mxquant.transformers.kinds import Kind
@@ -26,18 +27,15 @@ def check_config(checkpoint: Checkpoint, layout: Layout, found: Verification) ->
         found.add("config", f"the config lists {pattern}, and the files hold no such packed weight")
     for name in layout.unlisted:
         found.add("config", f"{name} is a part of a packed weight that the config does not list")
-    for name in layout.stale[:1]:
-        more = f" and {len(layout.stale) - 1} more" if len(layout.stale) > 1 else ""
-        found.warnings.append(f"the config keeps {name}{more} dense, and the files hold no such module")
     if layout.method is not None and not layout.weights:
         found.add("config", f"the config says {layout.method}, and no tensor is packed")
     whole = []
     for weight in layout.weights:
         if layout.must_be_dense(weight.module):
             found.add("config", f"{weight.name} is packed, and the config says that it is dense")
-        problems = weight.problems(checkpoint)
+        problems = weight.problems(checkpoint.tensors)
         for kind, message in problems:
-            found.add(kind, message)
+            found.add("config" if kind == "missing" else kind, message)
         if not problems:
             whole.append(weight)
     found.checked["packed weights"] = len(layout.weights)
@@ -49,6 +47,7 @@ class Model:
     """The model's class, without weights: what each tensor of the files is in it."""
 
     name: str
+    built: Any
     parameters: dict[str, Parameter]
     mapper: NameMapper
 
@@ -60,7 +59,7 @@ class Model:
         except MXQuantError as error:
             found.warnings.append(f"not compared with the model's class: {error}")
             return None
-        return cls(type(model).__name__, {p.name: p for p in inventory(model)}, NameMapper(model))
+        return cls(type(model).__name__, model, {p.name: p for p in inventory(model)}, NameMapper(model))
 
     def experts_group(self, weight: PackedWeight) -> str | None:
         """A name shared by the matrices of one expert; None for other weights."""
@@ -96,7 +95,7 @@ def check_model(checkpoint: Checkpoint, layout: Layout, model: Model, found: Ver
     for name, shape in shapes.items():
         place = model.mapper.place(name)
         if place is None:
-            if name in packed:
+            if name in packed and not model.mapper.ignores(name):
                 found.add("config", f"{name} is packed, and {model.name} has no such weight")
             elif name not in extra:
                 found.warnings.append(f"{name} is no parameter of {model.name}; loaders ignore it")
@@ -104,15 +103,7 @@ def check_model(checkpoint: Checkpoint, layout: Layout, model: Model, found: Ver
         wanted = model.shape(place, shape)
         if wanted is not None and shape != wanted:
             found.add("shapes", f"{name} is {list(shape)}, and {model.name} needs {list(wanted)}")
-        if name not in packed and layout.must_be_packed and _is_linear(model.parameters.get(place.parameter), name):
-            module = name.removesuffix(".weight")
-            if layout.must_be_packed(module):
-                found.add("config", f"{name} is dense, and the config says that {module} is packed")
     found.checked["model class"] = model.name
-
-
-def _is_linear(parameter: Parameter | None, name: str) -> bool:
-    return parameter is not None and parameter.kind is Kind.LINEAR and name.endswith(".weight")
 
 
 def check_tied(checkpoint: Checkpoint, layout: Layout, model: Model, found: Verification) -> None:

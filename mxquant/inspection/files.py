@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import struct
-from math import prod
 from pathlib import Path
 from typing import Any
 
-from mxquant.checkpoint.damage import check_no_adapter, what_file
-from mxquant.checkpoint.layout import INDEX_NAME, ITEM_SIZES, SINGLE_NAME
+from mxquant.checkpoint.damage import check_no_adapter
+from mxquant.checkpoint.headers import HeaderError, TensorInfo, read_header
+from mxquant.checkpoint.layout import INDEX_NAME, SINGLE_NAME
 from mxquant.checkpoint.weight_files import first_file, is_index, is_pytorch, precedence
 from mxquant.errors import CheckpointError
 from mxquant.inspection.faults import Verification
-
-# What safetensors itself accepts.
-_LARGEST_HEADER = 100_000_000
 
 
 def check_files(folder: Path, found: Verification) -> None:
@@ -71,7 +67,9 @@ def _shards_of(
     return used
 
 
-def _check_index(first: str, index: dict[str, Any], headers: dict[str, dict[str, Any]], found: Verification) -> None:
+def _check_index(
+    first: str, index: dict[str, Any], headers: dict[str, dict[str, TensorInfo]], found: Verification
+) -> None:
     mapping = index.get("weight_map")
     if not isinstance(mapping, dict):
         return
@@ -83,12 +81,12 @@ def _check_index(first: str, index: dict[str, Any], headers: dict[str, dict[str,
             if name not in mapping:
                 found.add("files", f"{name} is in {file}, and {first} does not say so")
     total = (index.get("metadata") or {}).get("total_size")
-    size = sum(e["data_offsets"][1] - e["data_offsets"][0] for header in headers.values() for e in header.values())
+    size = sum(info.nbytes for header in headers.values() for info in header.values())
     if isinstance(total, int) and total != size and not found.faults:  # no loader looks at it
         found.warnings.append(f"{first} says {total} bytes in all, the files hold {size}")
 
 
-def _check_duplicates(headers: dict[str, dict[str, Any]], found: Verification) -> None:
+def _check_duplicates(headers: dict[str, dict[str, TensorInfo]], found: Verification) -> None:
     first: dict[str, str] = {}
     for file, header in headers.items():
         for name in header:
@@ -112,40 +110,10 @@ def _read_json(path: Path, found: Verification) -> dict[str, Any] | None:
     return data
 
 
-def _read_header(path: Path, found: Verification) -> dict[str, Any]:
+def _read_header(path: Path, found: Verification) -> dict[str, TensorInfo]:
     """Tensor name -> entry; empty, with a fault, where the file is not whole."""
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else None
-        if length is None or not 2 <= length <= min(_LARGEST_HEADER, size - 8):
-            what = f": {found_instead}" if (found_instead := what_file(path)) else ""
-            found.add("files", f"{path.name} ({size} bytes) has no whole safetensors header{what}")
-            return {}
-        try:
-            header = json.loads(file.read(length))
-            header.pop("__metadata__", None)
-            ranges = {name: _range(name, entry) for name, entry in header.items()}
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            found.add("files", f"{path.name} has a damaged safetensors header: {error}")
-            return {}
-    end = 0
-    for name, (first, last) in sorted(ranges.items(), key=lambda item: item[1]):
-        if first != end:
-            found.add("files", f"{path.name}: {name} does not follow the tensor before it")
-            return {}
-        end = last
-    if size != 8 + length + end:
-        more = size - 8 - length - end
-        found.add("files", f"{path.name} is {abs(more)} bytes too {'long' if more > 0 else 'short'}")
+    try:
+        return read_header(path)
+    except HeaderError as error:
+        found.add("files", f"{path.name} {error}")
         return {}
-    return header
-
-
-def _range(name: str, entry: Any) -> tuple[int, int]:
-    first, last = entry["data_offsets"]
-    if entry["dtype"] not in ITEM_SIZES:
-        raise ValueError(f"{name} has the unknown dtype {entry['dtype']}")
-    if last - first != prod(entry["shape"]) * ITEM_SIZES[entry["dtype"]]:
-        raise ValueError(f"{name} takes {last - first} bytes, which {entry['dtype']} {entry['shape']} does not")
-    return first, last

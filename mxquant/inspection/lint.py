@@ -18,9 +18,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from mxquant.checkpoint.formats import native
+from mxquant.checkpoint.formats import registry
 from mxquant.checkpoint.formats.native import with_wildcards
-from mxquant.inspection.packed import PackedWeight
+from mxquant.checkpoint.formats.packed import PackedWeight
 from mxquant.transformers.fused import fused_groups
 
 _CUTLASS = 32
@@ -30,8 +30,8 @@ _MARLIN_TILES = ((128, 64), (64, 128))
 
 def lint(weights: Iterable[PackedWeight], method: str | None) -> list[str]:
     """A sentence for each need that some layers do not meet, with their shape and number."""
-    if method in (None, native.QUANT_METHOD):
-        return []  # vLLM does not read these as they are
+    if method is None or "vLLM" not in registry.get(method).readers:
+        return []
     layers: dict[str, list[PackedWeight]] = defaultdict(list)
     weights = list(weights)
     fused = fused_groups(weight.module for weight in weights)

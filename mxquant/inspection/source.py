@@ -11,18 +11,18 @@ from pathlib import Path
 
 import torch
 
-import mxquant.ops.operators  # noqa: F401  (brings the kernels)
-from mxquant.checkpoint.formats import compressed_tensors, gpt_oss, native
+from mxquant.checkpoint.formats import registry
+from mxquant.checkpoint.formats.base import Layout
+from mxquant.checkpoint.formats.packed import Matrix, PackedWeight
 from mxquant.checkpoint.layout import FLOAT_DTYPES, REPORT_NAME
 from mxquant.checkpoint.reader import Checkpoint
-from mxquant.codec.rounding import quantize_tensor, tensor_amax
+from mxquant.codec.amax import group_amax
 from mxquant.codec.scaling import global_scale_for
 from mxquant.convert import open_source as sources
 from mxquant.errors import CheckpointError, WeightError
 from mxquant.inspection.faults import Verification
-from mxquant.inspection.layouts import Layout, quantization_of
-from mxquant.inspection.packed import Matrix, PackedWeight
 from mxquant.inspection.summary import Steps
+from mxquant.ops.operators import quantize_tensor
 from mxquant.schemes.formats import QuantScheme
 
 # Without a report to compare with: no rounding to the nearest element comes near this error.
@@ -64,8 +64,8 @@ def read_report(checkpoint: Checkpoint) -> Said | None:
 def open_source(path: str | Path) -> Checkpoint:
     """A checkpoint that can be quantized: dense, or gpt-oss's own. Raises ``CheckpointError`` for any other."""
     source = sources.open_source(path)
-    method = (quantization_of(source) or {}).get("quant_method")
-    if method is not None and not isinstance(source, gpt_oss.GptOssCheckpoint):
+    method = registry.method_of(source.config, source.folder)
+    if method is not None and not source.decoded:
         raise CheckpointError(f"--source {source.folder} is quantized itself ({method}); give the dense model")
     return source
 
@@ -120,13 +120,11 @@ class SourceComparison:
         self,
         checkpoint: Checkpoint,
         source: Checkpoint,
-        method: str | None,
         groups: Iterable[list[PackedWeight]],
         everything: bool,
     ):
         self._checkpoint, self._source, self._everything = checkpoint, source, everything
         self._said = read_report(checkpoint)
-        self._method = method
         self._groups = {weight.name: members for members in groups for weight in members}
         self.requantized = 0
         self.errors: dict[str, float] = {}
@@ -188,7 +186,7 @@ class SourceComparison:
         if self._said is not None and weight.name in self._said.schemes:
             return self._said.schemes[weight.name]
         # Without a report there is no seed.
-        known = self._method == native.QUANT_METHOD and weight.scheme.rounding == "nearest"
+        known = weight.format.says_rules and weight.scheme.rounding == "nearest"
         return weight.scheme if known else None
 
     def _requantize(
@@ -215,24 +213,22 @@ class SourceComparison:
         except WeightError as error:
             found.add("weights", f"the source's {error}")
             return False
-        scale = q.scale
-        if self._method == compressed_tensors.QUANT_METHOD:
-            scale = compressed_tensors.stored_scale(scale, scheme)
+        scale = weight.format.stored_scale(q.scale, scheme)
         for what, ours, theirs in (("block scales", scale, matrix.scale), ("elements", q.packed, matrix.packed)):
             ours, theirs = ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8)
             if ours.shape != theirs.shape:
-                found.add("weights", f"{name}: the report says {scheme.name}, whose {what} have another shape")
+                found.add("weights", f"{name}: the report says {scheme.text}, whose {what} have another shape")
                 return False
             differ = int((ours != theirs).sum())
             if differ:
-                found.add("weights", f"{name}: {differ} bytes of its {what} are not what {scheme.name} gives")
+                found.add("weights", f"{name}: {differ} bytes of its {what} are not what {scheme.text} gives")
                 return False
         return True
 
     def _group_amax(self, weight: PackedWeight, index: int) -> torch.Tensor:
         """The largest magnitude that sets the global scale: of the weight and all that engines fuse with it."""
         members = [w for w in self._groups[weight.name] if w.name in self._source.tensors and index < w.matrices]
-        return torch.stack([tensor_amax(self._read(w, index)) for w in members]).amax()
+        return group_amax(self._read(w, index) for w in members)
 
 
 def _squares(matrix: Matrix, x: torch.Tensor) -> tuple[float, float]:

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from mxquant.checkpoint.formats.packed import Matrix
 from mxquant.codec.packing import unpack
-from mxquant.inspection.packed import Matrix
 from mxquant.schemes.formats import ElementFormat, ScaleFormat
 
 _CHUNK = 1 << 22

@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 
+from mxquant.checkpoint.formats import registry
+from mxquant.checkpoint.formats.base import Layout
+from mxquant.checkpoint.formats.packed import PackedWeight
+from mxquant.checkpoint.headers import TensorInfo
 from mxquant.checkpoint.layout import FLOAT_DTYPES
-from mxquant.checkpoint.reader import Checkpoint, TensorInfo, resolve_source
+from mxquant.checkpoint.reader import Checkpoint, resolve_source
 from mxquant.errors import CheckpointError
-from mxquant.inspection.layouts import Layout, find_layout, quantization_of
-from mxquant.inspection.packed import PackedWeight
 from mxquant.inspection.statistics import DenseStats, ElementStats, ScaleStats
 
 # Called with the name of a tensor that has been looked at, how many have been, and how many there are.
@@ -172,10 +174,11 @@ def inspect_checkpoint(
 ) -> Inspection:
     """Describe every tensor of a checkpoint, and unless ``headers_only`` count what is in them."""
     try:
-        layout, unknown = find_layout(checkpoint), None
+        layout, unknown = registry.find(checkpoint), None
     except CheckpointError as error:  # what is not understood can still be listed
         layout, unknown = Layout(None), str(error)
-    found = Inspection(checkpoint, quantization_of(checkpoint), unknown, [], _roles(checkpoint, layout))
+    quantization = registry.quantization_of(checkpoint.config, checkpoint.folder)
+    found = Inspection(checkpoint, quantization, unknown, [], _roles(checkpoint, layout))
     dense = [] if headers_only else [t for t in found.dense_tensors if t.dtype in FLOAT_DTYPES]
     advance = Steps(len(layout.weights) + len(dense), progress)
     for weight in layout.weights:
@@ -193,7 +196,7 @@ def inspect_tensor(checkpoint: Checkpoint, name: str) -> tuple[TensorInfo, Weigh
     A packed weight, or one of its tensors, gives the whole weight; a dense float tensor its values;
     others nothing but their header. Raises ``CheckpointError`` with names that are close.
     """
-    layout = find_layout(checkpoint)
+    layout = registry.find(checkpoint)
     for weight in layout.weights:
         parts = [part.name for part in weight.parts.values()]
         if name in (weight.name, weight.module, *parts):

@@ -6,13 +6,13 @@ from collections.abc import Iterable
 
 import torch
 
+from mxquant.checkpoint.formats.packed import Matrix, PackedWeight
 from mxquant.checkpoint.layout import FLOAT_DTYPES
 from mxquant.checkpoint.reader import Checkpoint
 from mxquant.codec import blocks
 from mxquant.codec.numerics import decode_scale, element_table
 from mxquant.codec.packing import unpack
 from mxquant.inspection.faults import Verification
-from mxquant.inspection.packed import Matrix, PackedWeight
 from mxquant.inspection.summary import Steps
 from mxquant.schemes.formats import ElementFormat
 

@@ -8,11 +8,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from mxquant.checkpoint.formats import native
+from mxquant.checkpoint.formats.packed import GLOBAL_SCALE
 from mxquant.codec.numerics import scale_dtype
 from mxquant.codec.qtensor import QTensor
+from mxquant.kernels.backend import PreparedLinear
 from mxquant.ops import operators as ops
 from mxquant.schemes.activations import ActivationScheme
 from mxquant.schemes.formats import QuantScheme
+
+# Buffers are called what tensors are in our own files.
+_GLOBAL_SCALE = f"weight{native.FORMAT.suffixes[GLOBAL_SCALE]}"
 
 
 def restore_encodings(module: nn.Module, before: Mapping[str, torch.Tensor | None]) -> None:
@@ -66,12 +72,12 @@ class QuantLinear(nn.Module):
         kind = scale_dtype(scheme.scale_format)
         self.register_buffer("weight_scale", empty(scheme.scale_shape(shape), dtype=kind, device=device))
         fp32 = empty(1, dtype=torch.float32, device=device) if scheme.global_scale else None
-        self.register_buffer("weight_global_scale", fp32)
+        self.register_buffer(_GLOBAL_SCALE, fp32)
         self.register_parameter("bias", nn.Parameter(empty(shape[0], dtype=dtype, device=device)) if bias else None)
-        self._spec = scheme.spec
+        self._scheme_text = scheme.text
         self._scale_dtype, self._shape = kind, (self.out_features, self.in_features)
         self._sizes = (self._packed_shape[0] * self._packed_shape[1], self.weight_scale.numel())
-        self._call: Any = None  # the product as a prepared call of a kernel
+        self._call: PreparedLinear | None = None  # the product as a prepared call of a kernel
 
     @property
     def activations(self) -> ActivationScheme | None:
@@ -81,7 +87,7 @@ class QuantLinear(nn.Module):
     @activations.setter
     def activations(self, scheme: ActivationScheme | None) -> None:
         self._activations = scheme
-        self._dynamic = None if scheme is None else (scheme.scheme.spec, scheme.per_token)
+        self._dynamic = None if scheme is None else (scheme.scheme.text, scheme.per_token)
 
     @classmethod
     def from_qtensor(cls, q: QTensor, bias: torch.Tensor | None = None) -> QuantLinear:
@@ -105,7 +111,7 @@ class QuantLinear(nn.Module):
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The dense weight ``[out_features, in_features]``."""
-        return self.qweight.dequantize(dtype)
+        return ops.dequantize(self.qweight, dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self._dynamic is not None:
@@ -117,12 +123,12 @@ class QuantLinear(nn.Module):
                 return y
         return torch.ops.mxquant.linear(x, *self._operands())
 
-    def _prepared(self) -> Any:
+    def _prepared(self) -> PreparedLinear | None:
         """The layer's product as a prepared call of a kernel; None if there is none for it."""
         # Looking up a buffer as an attribute takes as long as a small kernel.
         buffers: dict[str, Any] = self._buffers
         call = self._call
-        weight, scale, divisor = buffers["weight"], buffers["weight_scale"], buffers["weight_global_scale"]
+        weight, scale, divisor = buffers["weight"], buffers["weight_scale"], buffers[_GLOBAL_SCALE]
         bias = self._parameters.get("bias")
         if call is None or not call.holds(weight, scale, divisor, bias):
             fits = self._fit(weight, scale, divisor, bias)
@@ -131,7 +137,7 @@ class QuantLinear(nn.Module):
         return call
 
     def _operands(self) -> tuple:  # type: ignore[type-arg]
-        return self.packed, self.weight_scale, self.weight_global_scale, self.bias, list(self._shape), self._spec
+        return self.packed, self.weight_scale, self.weight_global_scale, self.bias, list(self._shape), self._scheme_text
 
     def _fit(self, weight, scale, divisor, bias) -> bool:  # type: ignore[no-untyped-def]
         """Whether a kernel may trust its arguments; if not, the operator says what is wrong with them."""
@@ -148,7 +154,7 @@ class QuantLinear(nn.Module):
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, scheme={self.scheme.name}"
+            f"bias={self.bias is not None}, scheme={self.scheme.text}"
             f"{f', activations={self.activations.text}' if self.activations else ''}"
         )
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from mxquant.codec.qtensor import check_parts
+from mxquant.codec.qtensor import QTensor, check_parts
+from mxquant.ops import backends
 from mxquant.ops import operators as ops
-from mxquant.schemes.formats import QuantScheme, scheme_from_spec
+from mxquant.schemes.formats import QuantScheme
 
 _LIBRARY = torch.library.Library("mxquant", "FRAGMENT")
 _LIBRARY.define(
@@ -43,25 +44,24 @@ def grouped_linear(
     Differentiable in ``x`` and ``bias``. Raises ``ValueError`` for parts that do not fit each other.
     """
     shape = [packed.shape[0], packed.shape[1], columns]
-    return torch.ops.mxquant.grouped_linear(x, ends, packed, scale, global_scale, bias, shape, scheme.spec)
+    return torch.ops.mxquant.grouped_linear(x, ends, packed, scale, global_scale, bias, shape, scheme.text)
 
 
 def _grouped(x, ends, packed, scale, global_scale, bias, shape, scheme):  # type: ignore[no-untyped-def]
-    s = scheme_from_spec(scheme)
+    s = QuantScheme.parse(scheme)
     _check(x, ends, packed, scale, global_scale, bias, shape, s)
-    module = ops.backend(x.device.type)
-    serve = getattr(module, "grouped_linear", None)
-    if serve is not None and module.why_not_linear(x, tuple(shape[1:]), s) is None:
-        return serve(x, ends, packed, scale, global_scale, bias, s)
+    kernels = backends.choose("grouped_linear", x, tuple(shape[1:]), s)
+    if kernels is not None:
+        return kernels.grouped_linear(x, ends, packed, scale, global_scale, bias, s)
     out = x.new_empty(x.shape[0], shape[1])
     for expert, rows in _spans(ends, x.shape[0]):
-        part = _part(packed, scale, global_scale, expert)
-        out[rows] = torch.ops.mxquant.linear(x[rows], *part, None if bias is None else bias[expert], shape[1:], scheme)
+        weight = QTensor(*_part(packed, scale, global_scale, expert), shape[1:], s)
+        out[rows] = ops.linear(x[rows], weight, None if bias is None else bias[expert])
     return out
 
 
 def _grouped_fake(x, ends, packed, scale, global_scale, bias, shape, scheme):  # type: ignore[no-untyped-def]
-    _check(x, ends, packed, scale, global_scale, bias, shape, scheme_from_spec(scheme))
+    _check(x, ends, packed, scale, global_scale, bias, shape, QuantScheme.parse(scheme))
     return x.new_empty(x.shape[0], shape[1])
 
 
@@ -107,8 +107,8 @@ def _backward(ctx, grad):  # type: ignore[no-untyped-def]
     grad_bias = grad.new_zeros(experts, rows, dtype=torch.float32) if wanted else None
     for expert, span in _spans(ends, ctx.rows):
         if grad_x is not None:
-            part = _part(packed, scale, global_scale, expert)
-            grad_x[span] = torch.ops.mxquant.linear_grad(grad[span], *part, [rows, columns], spec)
+            weight = QTensor(*_part(packed, scale, global_scale, expert), (rows, columns), QuantScheme.parse(spec))
+            grad_x[span] = ops.linear_grad(grad[span], weight)
         if grad_bias is not None:
             grad_bias[expert] = grad[span].sum(0, dtype=torch.float32)
     return grad_x, None, None, None, None, None if grad_bias is None else grad_bias.to(ctx.bias_dtype), None, None

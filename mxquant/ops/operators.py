@@ -1,35 +1,27 @@
 """The operators ``mxquant::quantize``, ``dequantize``, ``linear``, ``quantized_linear`` and their helpers.
 
 Each has a schema, a fake implementation (shapes only, for tracing) and a PyTorch reference that
-runs on any device. A scheme travels as the string ``QuantScheme.spec``.
+runs on any device. A scheme travels as the string ``QuantScheme.text``.
 
-This is the only place that looks for kernels. A backend serves a call if its ``why_not_...`` has no
-objection; otherwise the reference does, and :func:`explain` says which of them it is and why.
-A ``QuantLinear`` on a CPU asks once and again when its tensors are replaced.
-``MXQUANT_KERNELS=reference`` forces the reference, ``MXQUANT_KERNELS=triton`` the Triton kernels (for
-CPU tensors in Triton's interpreter, ``TRITON_INTERPRET=1``).
+:mod:`mxquant.ops.backends` chooses who serves a call: compiled kernels, or the reference. A
+``QuantLinear`` on a CPU asks once and again when its tensors are replaced.
 """
 
 from __future__ import annotations
-
-import importlib
-import os
-from functools import lru_cache
-from types import ModuleType
-from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import _C
 
+from mxquant.codec import rounding
 from mxquant.codec.dynamic import quantize_dynamically
 from mxquant.codec.numerics import scale_dtype
 from mxquant.codec.qtensor import QTensor, check_parts, dequantize_parts
-from mxquant.codec.rounding import quantize_tensor, use_kernels
+from mxquant.codec.rng import derive_key
+from mxquant.kernels.backend import PreparedLinear
+from mxquant.ops import backends
 from mxquant.schemes.activations import ActivationScheme
-from mxquant.schemes.formats import ELEMENTS, QuantScheme, scheme_from_spec
-
-_BACKENDS = {"cpu": "mxquant.kernels.cpu.backend", "cuda": "mxquant.kernels.triton.backend"}
+from mxquant.schemes.formats import ELEMENTS, QuantScheme
 
 _LIBRARY = torch.library.Library("mxquant", "DEF")
 _LIBRARY.define(
@@ -66,8 +58,14 @@ def quantize(
     one number) replaces the one derived from the weight. Raises ``WeightError`` for NaN, infinite
     or non-matrix weights, naming the place.
     """
-    packed, scale, made = torch.ops.mxquant.quantize(weight.detach(), scheme.spec, seed, name, global_scale)
+    packed, scale, made = torch.ops.mxquant.quantize(weight.detach(), scheme.text, seed, name, global_scale)
     return QTensor(packed, scale, made, (weight.shape[0], weight.shape[1]), scheme)
+
+
+def dequantize(q: QTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The dense weight ``[out_features, in_features]``: the bits of ``q.dequantize(dtype)``, by kernels where
+    there are some."""
+    return torch.ops.mxquant.dequantize(q.packed, q.scale, q.global_scale, list(q.shape), q.scheme.text, dtype)
 
 
 def fake_quantize(
@@ -84,7 +82,7 @@ def fake_quantize(
     rounded once to the dtype of ``x``; other arguments and errors as for :func:`quantize`.
     """
     q = quantize(x.reshape(-1, x.shape[-1]), scheme, seed=seed, name=name, global_scale=global_scale)
-    return q.dequantize(x.dtype).view(x.shape)
+    return dequantize(q, x.dtype).view(x.shape)
 
 
 def quantize_activations(x: torch.Tensor, scheme: ActivationScheme) -> torch.Tensor:
@@ -94,7 +92,7 @@ def quantize_activations(x: torch.Tensor, scheme: ActivationScheme) -> torch.Ten
     not finite becomes NaN; with one global scale for the whole tensor, so do all others. The
     gradient passes straight through.
     """
-    return torch.ops.mxquant.quantize_activations(x, scheme.scheme.spec, scheme.per_token)
+    return torch.ops.mxquant.quantize_activations(x, scheme.scheme.text, scheme.per_token)
 
 
 def linear(x: torch.Tensor, weight: QTensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -104,7 +102,14 @@ def linear(x: torch.Tensor, weight: QTensor, bias: torch.Tensor | None = None) -
     dtype. Differentiable in ``x`` and ``bias``.
     """
     return torch.ops.mxquant.linear(
-        x, weight.packed, weight.scale, weight.global_scale, bias, list(weight.shape), weight.scheme.spec
+        x, weight.packed, weight.scale, weight.global_scale, bias, list(weight.shape), weight.scheme.text
+    )
+
+
+def linear_grad(grad: torch.Tensor, weight: QTensor) -> torch.Tensor:
+    """``grad @ weight``: from the gradient ``[..., out_features]`` of :func:`linear`'s result to that of its ``x``."""
+    return torch.ops.mxquant.linear_grad(
+        grad, weight.packed, weight.scale, weight.global_scale, list(weight.shape), weight.scheme.text
     )
 
 
@@ -123,40 +128,18 @@ def quantized_linear(
         weight.global_scale,
         bias,
         list(weight.shape),
-        weight.scheme.spec,
-        activations.scheme.spec,
+        weight.scheme.text,
+        activations.scheme.text,
         activations.per_token,
     )
-
-
-class Served(NamedTuple):
-    """Who serves a call: ``by`` a backend or ``"reference"``, and a sentence about it."""
-
-    by: str
-    why: str
-
-
-def backend(device_type: str) -> ModuleType | None:
-    """The module with the kernels of a device, or None: see :func:`explain` for the reason."""
-    return _backend(device_type)[0]
-
-
-def _backend(device_type: str) -> tuple[ModuleType | None, str]:
-    forced = os.environ.get("MXQUANT_KERNELS", "")
-    if forced == "reference":
-        return None, "MXQUANT_KERNELS=reference"
-    if forced == "triton":
-        device_type = "cuda"
-    elif forced:
-        raise ValueError(f"MXQUANT_KERNELS={forced!r} is unknown; choose from reference, triton")
-    return _load_backend(device_type)
 
 
 def needs_no_dispatcher(x: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Whether calling a CPU kernel with ``x`` without PyTorch's dispatcher changes nothing.
 
-    The dispatcher costs more than a small layer's work. It is needed for gradients, tracing,
-    compiling, ``torch.func`` and modes that watch operators.
+    The dispatcher costs more than a small layer's work; ``benchmarks/generate_speed.py`` measures what a
+    whole model gains without it. It is needed for gradients, tracing, compiling, ``torch.func`` and
+    modes that watch operators.
     """
     if torch.compiler.is_compiling() or type(x) is not torch.Tensor or not x.is_cpu:
         return False
@@ -174,49 +157,14 @@ def linear_call(
     bias: torch.Tensor | None,
     shape: tuple[int, int],
     scheme: QuantScheme,
-) -> Any:
+) -> PreparedLinear | None:
     """:func:`linear` with these parts of a weight as a call of a CPU kernel; None if there is no kernel for it.
 
     The arguments are trusted. The call takes activations for which :func:`needs_no_dispatcher`
     holds, and answers None to those that it does not know.
     """
-    make = getattr(backend("cpu"), "linear_call", None)
-    return None if make is None else make(packed, scale, global_scale, bias, shape, scheme)
-
-
-@lru_cache(maxsize=8)
-def _load_backend(device_type: str) -> tuple[ModuleType | None, str]:
-    if device_type not in _BACKENDS:
-        return None, f"there are no kernels for {device_type} tensors"
-    try:
-        module = importlib.import_module(_BACKENDS[device_type])
-    except ModuleNotFoundError as error:
-        if not str(error.name).startswith("mxquant.kernels"):
-            raise
-        return None, f"this mxquant has no kernels for {device_type}"
-    reason = module.unavailable()
-    return (None, reason) if reason else (module, "")
-
-
-def explain(operator: str, *arguments, device_type: str) -> Served:  # type: ignore[no-untyped-def]
-    """Which implementation serves ``operator`` with these arguments of its ``why_not_`` function, and why.
-
-    >>> explain("linear", x, (14336, 4096), scheme, device_type="cuda")
-    """
-    kernels, reason = _backend(device_type)
-    if kernels is None:
-        return Served("reference", reason)
-    reason = getattr(kernels, f"why_not_{operator}")(*arguments)
-    name = kernels.__name__.split(".")[-2]
-    return Served("reference", reason) if reason else Served(name, kernels.describe(operator, *arguments))
-
-
-def _quantize_kernels(weight: torch.Tensor, scheme: QuantScheme) -> ModuleType | None:
-    module = backend(weight.device.type)
-    return module if module is not None and module.why_not_quantize(weight, scheme) is None else None
-
-
-use_kernels(_quantize_kernels)
+    kernels = backends.backend("cpu")
+    return None if kernels is None else kernels.prepare_linear(packed, scale, global_scale, bias, shape, scheme)
 
 
 def exact_in(dtype: torch.dtype, scheme: QuantScheme) -> bool:
@@ -234,25 +182,61 @@ def exact_in(dtype: torch.dtype, scheme: QuantScheme) -> bool:
     return dtype == torch.bfloat16 and not scheme.global_scale and (scale.exponent_only or bits <= 8)
 
 
+def quantize_rows(
+    rows: torch.Tensor,
+    scheme: QuantScheme,
+    key: int,
+    global_scale: torch.Tensor | None,
+    first_row: int,
+    with_stats: bool,
+) -> rounding.QuantizedRows | None:
+    """:func:`mxquant.codec.rounding.quantize_rows`, by kernels where there are some. For ``RowQuantizer``."""
+    kernels = backends.choose("quantize_rows", rows, (rows.shape[0], rows.shape[1]), scheme)
+    serve = rounding.quantize_rows if kernels is None else kernels.quantize_rows
+    return serve(rows, scheme, key, global_scale, first_row, with_stats)
+
+
+def quantize_tensor(
+    weight: torch.Tensor,
+    scheme: QuantScheme,
+    *,
+    seed: int = 0,
+    name: str = "weight",
+    global_scale: torch.Tensor | None = None,
+) -> QTensor:
+    """:func:`quantize` outside of PyTorch's dispatcher; shares the memory of ``global_scale``."""
+    rounding.check_weight(weight, name)
+    shape = (weight.shape[0], weight.shape[1])
+    kernels = backends.choose("quantize", weight, shape, scheme)
+    if kernels is None:
+        return rounding.quantize_tensor(weight, scheme, seed=seed, name=name, global_scale=global_scale)
+    weight, global_scale = rounding.checked(weight, scheme, name, global_scale)
+    made = kernels.quantize(weight, scheme, derive_key(seed, name), global_scale)
+    if made is None:
+        raise rounding.first_non_finite(weight, name)
+    return QTensor(made[0], made[1], global_scale, shape, scheme)
+
+
 def _quantize(weight, scheme, seed, name, global_scale):  # type: ignore[no-untyped-def]
-    q = quantize_tensor(weight, scheme_from_spec(scheme), seed=seed, name=name, global_scale=global_scale)
+    q = quantize_tensor(weight, QuantScheme.parse(scheme), seed=seed, name=name, global_scale=global_scale)
     made = q.global_scale
     return q.packed, q.scale, made if made is None or global_scale is None else made.clone()
 
 
 def _quantize_fake(weight, scheme, seed, name, global_scale):  # type: ignore[no-untyped-def]
-    s = scheme_from_spec(scheme)
+    s = QuantScheme.parse(scheme)
     packed = weight.new_empty(s.packed_shape(weight.shape), dtype=torch.uint8)
     scale = weight.new_empty(s.scale_shape(weight.shape), dtype=scale_dtype(s.scale_format))
     return packed, scale, weight.new_empty(1, dtype=torch.float32) if s.global_scale else None
 
 
 def _quantize_activations(x, scheme, per_token):  # type: ignore[no-untyped-def]
-    return quantize_dynamically(x, scheme_from_spec(scheme), per_token, _dense_of)
+    return quantize_dynamically(x, QuantScheme.parse(scheme), per_token, _round_trip)
 
 
-def _dense_of(q: QTensor, dtype: torch.dtype) -> torch.Tensor:
-    return _dense(q.packed, q.scale, q.global_scale, q.shape, q.scheme, dtype)
+def _round_trip(tokens: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
+    q = quantize_tensor(tokens, scheme, name="activations")
+    return _dense(q.packed, q.scale, q.global_scale, q.shape, q.scheme, tokens.dtype)
 
 
 def _quantize_activations_fake(x, scheme, per_token):  # type: ignore[no-untyped-def]
@@ -260,29 +244,29 @@ def _quantize_activations_fake(x, scheme, per_token):  # type: ignore[no-untyped
 
 
 def _dequantize(packed, scale, global_scale, shape, scheme, dtype):  # type: ignore[no-untyped-def]
-    s, shape = scheme_from_spec(scheme), tuple(shape)
+    s, shape = QuantScheme.parse(scheme), tuple(shape)
     check_parts(packed, scale, global_scale, shape, s)
     return _dense(packed, scale, global_scale, shape, s, dtype)
 
 
 def _dense(packed, scale, global_scale, shape, scheme, dtype):  # type: ignore[no-untyped-def]
-    module = backend(packed.device.type)
-    if module is not None and module.why_not_dequantize(packed, scale, shape, scheme, dtype) is None:
-        return module.dequantize(packed, scale, global_scale, shape, scheme, dtype)
+    kernels = backends.choose("dequantize", packed, shape, scheme, dtype=dtype)
+    if kernels is not None:
+        return kernels.dequantize(packed, scale, global_scale, shape, scheme, dtype)
     return dequantize_parts(packed, scale, global_scale, shape, scheme, dtype)
 
 
 def _dequantize_fake(packed, scale, global_scale, shape, scheme, dtype):  # type: ignore[no-untyped-def]
-    check_parts(packed, scale, global_scale, tuple(shape), scheme_from_spec(scheme))
+    check_parts(packed, scale, global_scale, tuple(shape), QuantScheme.parse(scheme))
     return packed.new_empty(shape, dtype=dtype)
 
 
 def _linear(x, packed, scale, global_scale, bias, shape, scheme):  # type: ignore[no-untyped-def]
-    s, shape = scheme_from_spec(scheme), tuple(shape)
+    s, shape = QuantScheme.parse(scheme), tuple(shape)
     _check_linear(x, packed, scale, global_scale, bias, shape, s)
-    module = backend(x.device.type)
-    if module is not None and module.why_not_linear(x, shape, s) is None:
-        return module.linear(x, packed, scale, global_scale, bias, shape, s)
+    kernels = backends.choose("linear", x, shape, s)
+    if kernels is not None:
+        return kernels.linear(x, packed, scale, global_scale, bias, shape, s)
     # A bias more precise than the activations stays so until the result is rounded.
     exact = exact_in(x.dtype, s) and (bias is None or bias.dtype == x.dtype)
     dtype = x.dtype if exact else torch.float32
@@ -292,12 +276,11 @@ def _linear(x, packed, scale, global_scale, bias, shape, scheme):  # type: ignor
 
 
 def _quantized_linear(x, packed, scale, global_scale, bias, shape, scheme, activations, per_token):  # type: ignore[no-untyped-def]
-    s, a, shape = scheme_from_spec(scheme), scheme_from_spec(activations), tuple(shape)
+    s, a, shape = QuantScheme.parse(scheme), QuantScheme.parse(activations), tuple(shape)
     _check_linear(x, packed, scale, global_scale, bias, shape, s)
-    module = backend(x.device.type)
-    ask = getattr(module, "why_not_quantized_linear", None)
-    if module is not None and ask is not None and ask(x, shape, s, a, per_token) is None:
-        return module.quantized_linear(x, packed, scale, global_scale, bias, shape, s, a)
+    kernels = backends.choose("quantized_linear", x, shape, s, activations=a, per_token=per_token)
+    if kernels is not None:
+        return kernels.quantized_linear(x, packed, scale, global_scale, bias, shape, s, a)
     return _linear(_quantize_activations(x, activations, per_token), packed, scale, global_scale, bias, shape, scheme)
 
 
@@ -306,7 +289,7 @@ def _quantized_linear_fake(x, packed, scale, global_scale, bias, shape, scheme, 
 
 
 def _linear_fake(x, packed, scale, global_scale, bias, shape, scheme):  # type: ignore[no-untyped-def]
-    _check_linear(x, packed, scale, global_scale, bias, shape, scheme_from_spec(scheme))
+    _check_linear(x, packed, scale, global_scale, bias, shape, QuantScheme.parse(scheme))
     return x.new_empty([*x.shape[:-1], shape[0]])
 
 
@@ -326,10 +309,10 @@ def _check_linear(x, packed, scale, global_scale, bias, shape, scheme):  # type:
 
 
 def _linear_grad(grad, packed, scale, global_scale, shape, scheme):  # type: ignore[no-untyped-def]
-    s = scheme_from_spec(scheme)
+    s = QuantScheme.parse(scheme)
     _check_grad(grad, packed, scale, global_scale, shape, s)
-    kernels = backend(packed.device.type)
-    if kernels is not None and kernels.why_not_linear_grad(grad, tuple(shape), s) is None:
+    kernels = backends.choose("linear_grad", grad, tuple(shape), s)
+    if kernels is not None:
         return kernels.linear_grad(grad, packed, scale, global_scale, tuple(shape), s)
     dtype = grad.dtype if exact_in(grad.dtype, s) else torch.float32
     weight = _dense(packed, scale, global_scale, tuple(shape), s, dtype)
@@ -337,7 +320,7 @@ def _linear_grad(grad, packed, scale, global_scale, shape, scheme):  # type: ign
 
 
 def _linear_grad_fake(grad, packed, scale, global_scale, shape, scheme):  # type: ignore[no-untyped-def]
-    _check_grad(grad, packed, scale, global_scale, shape, scheme_from_spec(scheme))
+    _check_grad(grad, packed, scale, global_scale, shape, QuantScheme.parse(scheme))
     return grad.new_empty([*grad.shape[:-1], shape[1]])
 
 

@@ -7,11 +7,11 @@ Plain Python; importing this module does not import torch. The arithmetic is
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from mxquant.errors import SchemeError
-from mxquant.schemes.formats import QuantScheme
+from mxquant.schemes.formats import QuantScheme, scheme_fields
 
 NONE, SAME = "none", "same"
 
@@ -28,7 +28,10 @@ class ActivationScheme:
         depends on another's.
 
     As text, a scheme's own (``ue5m3/16``, ``nvfp4``, ``e4m3+global/16``), with ``+token`` in place of
-    ``+global`` for one global scale a token.
+    ``+global`` for one global scale a token. A text or mapping that names no scale rule means
+    ``ScaleFormat.plain_rule``, which is ``absmax``, and ``even`` for e8m0: scales are found again for each
+    input, and a search would cost several times as much each time. The same holds for ``same``: the format of
+    the weight, but not its rule.
 
     Raises ``SchemeError`` for tiles, which would let tokens see each other, and stochastic rounding.
     """
@@ -53,21 +56,20 @@ class ActivationScheme:
         per_token = "+token" in text
         if per_token and "+global" in text:
             raise SchemeError(f"activation scheme {text!r} has a global scale per token and per tensor; choose one")
-        return cls(QuantScheme.parse(text.replace("+token", "+global")), per_token)
+        return cls.from_dict({"scheme": scheme_fields(text.replace("+token", "+global")), "per_token": per_token})
 
     @classmethod
     def same_as(cls, weight: QuantScheme) -> ActivationScheme:
-        """The scheme of a layer's weight for its activations, too; always rounding to nearest."""
-        return cls(replace(weight, rounding="nearest"))
+        """The format of a layer's weight for its activations, too; with the plain rule, rounding to nearest."""
+        return cls(weight.merge(scale_rule=weight.scale_format.plain_rule, rounding="nearest"))
 
     @property
     def text(self) -> str:
-        """Short text such as ``ue5m3/16`` or ``e4m3+token/16/absmax``."""
-        if not self.per_token:
-            return self.scheme.text
+        """Short text such as ``ue5m3/16`` or ``e4m3+token/16/search``; the plain rule is left out."""
+        said = self.scheme.scale_rule != self.scheme.scale_format.plain_rule
         # A preset's name does not say that there is a global scale: spell it out.
-        parts = [f"{self.scheme.scale}+token", self.scheme.block_text, str(self.scheme.scale_rule)]
-        return "/".join(parts if self.scheme.element == "fp4_e2m1" else [self.scheme.element, *parts])
+        text = self.scheme.spelled(rule=said, preset=not self.per_token)
+        return text.replace("+global", "+token") if self.per_token else text
 
     def to_dict(self) -> dict[str, Any]:
         return {"scheme": self.scheme.to_dict(), "per_token": self.per_token}
@@ -78,7 +80,10 @@ class ActivationScheme:
         unknown = set(fields) - {"scheme", "per_token"}
         if unknown or "scheme" not in fields:
             raise SchemeError(f"an activation scheme has the fields scheme and per_token, not {sorted(fields)}")
-        return cls(QuantScheme.from_dict(fields["scheme"]), bool(fields.get("per_token", False)))
+        scheme = QuantScheme.from_dict(fields["scheme"])
+        if fields["scheme"].get("scale_rule") is None:
+            scheme = scheme.merge(scale_rule=scheme.scale_format.plain_rule)
+        return cls(scheme, bool(fields.get("per_token", False)))
 
     @classmethod
     def read(cls, value: ActivationScheme | Mapping[str, Any] | str | None) -> ActivationScheme | None:

@@ -9,8 +9,8 @@ tensor. The value of an element is always ``element * fl32(block_scale / global_
 
 from __future__ import annotations
 
-import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -67,6 +67,9 @@ class ScaleFormat:
 
     Coded formats (``bits == 8``) have codes ``0 .. max_code``; the codes above are NaN or unused.
     ``e8m0`` has no zero: its code 0 is 2^-127. ``bf16`` and ``fp32`` scales are stored as floats.
+
+    ``default_rule`` is the one for weights, see docs/scale-rules.md. ``plain_rule`` needs the block's largest
+    magnitude only: what compressed-tensors and arXiv 2601.19026 use, and cheap enough for activations.
     """
 
     name: str
@@ -77,6 +80,7 @@ class ScaleFormat:
     has_zero: bool
     rules: tuple[str, ...]
     default_rule: str
+    plain_rule: str
     source: str
 
     @property
@@ -142,15 +146,22 @@ _UE5M3 = "arXiv 2601.19026; CUDA and AMD definitions (0xFF = NaN, no infinity)"
 SCALES: dict[str, ScaleFormat] = {
     f.name: f
     for f in (
-        ScaleFormat("e8m0", 8, 0, 127, 0xFE, False, _E8M0_RULES, "even", f"{_OCP}, section 5.4.1"),
-        ScaleFormat("e4m3", 8, 3, 7, 0x7E, True, _FLOAT_SCALE_RULES, "search", f"{_OFP8}, unsigned use"),
-        ScaleFormat("ue5m3", 8, 3, 15, 0xFE, True, _FLOAT_SCALE_RULES, "search", _UE5M3),
+        ScaleFormat("e8m0", 8, 0, 127, 0xFE, False, _E8M0_RULES, "even", "even", f"{_OCP}, section 5.4.1"),
+        ScaleFormat("e4m3", 8, 3, 7, 0x7E, True, _FLOAT_SCALE_RULES, "search", "absmax", f"{_OFP8}, unsigned use"),
+        ScaleFormat("ue5m3", 8, 3, 15, 0xFE, True, _FLOAT_SCALE_RULES, "search", "absmax", _UE5M3),
         # The paper's scripts keep exponent 31 free, so their largest scale is 61440.
-        ScaleFormat("ue5m3-61440", 8, 3, 15, 0xF7, True, _FLOAT_SCALE_RULES, "search", _UE5M3),
-        ScaleFormat("bf16", 16, 7, 127, 0, True, ("absmax",), "absmax", "bfloat16, for studies"),
-        ScaleFormat("fp32", 32, 23, 127, 0, True, ("absmax",), "absmax", "IEEE 754 binary32, for studies"),
+        ScaleFormat("ue5m3-61440", 8, 3, 15, 0xF7, True, _FLOAT_SCALE_RULES, "search", "absmax", _UE5M3),
+        ScaleFormat("bf16", 16, 7, 127, 0, True, ("absmax",), "absmax", "absmax", "bfloat16, for studies"),
+        ScaleFormat("fp32", 32, 23, 127, 0, True, ("absmax",), "absmax", "absmax", "IEEE 754 binary32, for studies"),
     )
 }
+
+
+def scale_rules() -> list[str]:
+    """The scale rules of all scale formats."""
+    return sorted({rule for fmt in SCALES.values() for rule in fmt.rules})
+
+
 _NAN_CODES: dict[str, range | tuple[int, ...]] = {
     # The unsigned use of E4M3 has 7 bits; a set sign bit is never written, so it decodes to NaN.
     "e4m3": range(0x7F, 0x100),
@@ -211,53 +222,88 @@ class QuantScheme:
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> QuantScheme:
-        """The scheme called ``name`` in ``PRESETS``, with ``changes`` applied."""
+        """The scheme called ``name`` in ``PRESETS``, with ``changes`` as :meth:`merge` applies them."""
         _check_choice("preset", name, PRESETS)
-        return replace(PRESETS[name], **changes)
+        return PRESETS[name].merge(**changes)
+
+    def merge(self, **changes: Any) -> QuantScheme:
+        """This scheme with some fields changed: what options, texts, YAML and ``MXQuantConfig`` all mean.
+
+        Fields that are left out or None keep their values, with one exception. A ``scale`` that is given, even
+        this scheme's own, starts afresh: unless ``global_scale`` and ``scale_rule`` are given with it, there is
+        no global scale, and the rule is the scale format's default. So NVFP4 with ``scale="ue5m3"`` is
+        ``ue5m3/16``, which needs no global scale, and MXFP4 with ``scale="e4m3"`` is ``e4m3/32``.
+
+        Raises ``SchemeError`` for fields that do not exist and values that do not fit together.
+        """
+        unknown = set(changes) - set(self.__dataclass_fields__)
+        if unknown:
+            raise SchemeError(
+                f"unknown scheme field {', '.join(sorted(map(str, unknown)))}; "
+                f"choose from {', '.join(self.__dataclass_fields__)}"
+            )
+        given = {name: value for name, value in changes.items() if value is not None}
+        if "scale" in given:
+            given = {"global_scale": False, "scale_rule": None, **given}
+        return replace(self, **given)
 
     @classmethod
     def parse(cls, text: str) -> QuantScheme:
         """The scheme that a text such as ``ue5m3/16``, ``e4m3+global/8/absmax`` or ``nvfp4`` stands for.
 
-        Parts between slashes, in any order: a preset to start from, an element, a scale (``+global``
-        adds a global scale), a block, a scale rule, a rounding. What is not said keeps its default.
+        Parts between slashes, in any order, each kind once: a preset to start from, an element, a scale
+        (``+global`` adds a global scale), a block, a scale rule, a rounding. They are changes of the preset, or
+        of ``QuantScheme()``, as :meth:`merge` applies them.
         """
-        base = cls()
-        fields: dict[str, Any] = {}
-        for part in text.strip().split("/"):
-            scale, plus, rest = part.partition("+")
-            if part in PRESETS:
-                base = PRESETS[part]
-            elif part in ELEMENTS:
-                fields["element"] = part
-            elif scale in SCALES and rest in ("", "global") and bool(plus) == bool(rest):
-                fields |= {"scale": scale, "global_scale": bool(rest)}
-            elif part in ROUNDINGS:
-                fields["rounding"] = part
-            elif part in _FLOAT_SCALE_RULES or part in _E8M0_RULES:
-                fields["scale_rule"] = part
-            elif part[:1].isdigit():
-                fields["block"] = parse_block(part)
-            else:
-                raise SchemeError(
-                    f"scheme {text!r}: {part!r} is no preset ({', '.join(PRESETS)}), element, "
-                    f"scale ({', '.join(SCALES)}), block, rule or rounding; "
-                    "write for example ue5m3/16 or e4m3+global/8/absmax"
-                )
-        if "scale" in fields and "scale_rule" not in fields and fields["scale"] != base.scale:
-            fields["scale_rule"] = None
-        return replace(base, **fields)
+        return _parse(text)
 
-    @property
+    @cached_property
     def text(self) -> str:
-        """The shortest text that :meth:`parse` reads back, e.g. ``ue5m3/16`` or ``nvfp4``."""
-        if self in PRESETS.values():
-            return next(name for name, scheme in PRESETS.items() if scheme == self)
-        parts = [] if self.element == "fp4_e2m1" else [self.element]
-        parts += [self.scale + ("+global" if self.global_scale else ""), self.block_text]
-        if self.scale_rule != self.scale_format.default_rule:
+        """The short text that :meth:`parse` reads back, e.g. ``ue5m3/16``, ``nvfp4`` or ``nvfp4/absmax``.
+
+        It says scale and block, or the preset that has them, and what else is not the default. Nothing is lost, so
+        operators carry their scheme as this string.
+        """
+        return self.spelled()
+
+    def spelled(self, *, block: bool = True, rule: bool | None = None, preset: bool = True) -> str:
+        """:attr:`text`, with parts of it left out or added; what is left out, ``parse`` cannot know.
+
+        Parameters
+        ----------
+        block : whether the block is said.
+        rule : whether the scale rule is said; None says it where it is not the scale format's default. Where
+            schemes are compared, True keeps a difference of rules from passing for one of formats.
+        preset : whether the name of a preset may stand for its element, scale, block and global scale.
+        """
+        parts = []
+        if preset and block and (found := self._preset_name()):
+            parts = [found]
+        else:
+            parts = [self.element] if self.element != "fp4_e2m1" else []
+            parts += [self.scale_text, *([self.block_text] if block else [])]
+        if rule or (rule is None and self.scale_rule != self.scale_format.default_rule):
             parts.append(str(self.scale_rule))
         return "/".join(parts if self.rounding == "nearest" else [*parts, self.rounding])
+
+    def _preset_name(self) -> str | None:
+        """The preset that is this scheme but for rule and rounding, which a text says beside it."""
+        own = (self.element, self.scale, self.block, self.global_scale)
+        for name, p in PRESETS.items():
+            if own == (p.element, p.scale, p.block, p.global_scale):
+                return name
+        return None
+
+    @property
+    def name(self) -> str:
+        """:attr:`text` in the form for file names, e.g. ``fp4-ue5m3-b16``, ``nvfp4`` or ``nvfp4-absmax``.
+
+        Output folders and the keys of JSON reports and configurations are called so. People read and type the text.
+        """
+        parts = self.text.split("/")
+        if parts[0] not in PRESETS and parts[0] not in ELEMENTS:
+            parts.insert(0, "fp4")
+        return "-".join(f"b{part}" if part[0].isdigit() else part for part in parts)
 
     @property
     def element_format(self) -> ElementFormat:
@@ -277,18 +323,9 @@ class QuantScheme:
         return "x".join(map(str, self.block)) if isinstance(self.block, tuple) else str(self.block)
 
     @property
-    def name(self) -> str:
-        """Short name for file names and tables, e.g. ``fp4-ue5m3-b16`` or ``nvfp4``."""
-        for preset, scheme in PRESETS.items():
-            if self == scheme:
-                return preset
-        element = self.element if self.element != "fp4_e2m1" else "fp4"
-        parts = [element, self.scale + ("+global" if self.global_scale else ""), f"b{self.block_text}"]
-        if self.scale_rule != self.scale_format.default_rule:
-            parts.append(str(self.scale_rule))
-        if self.rounding != "nearest":
-            parts.append(self.rounding)
-        return "-".join(parts)
+    def scale_text(self) -> str:
+        """The scale as it is typed, e.g. ``e4m3+global``."""
+        return self.scale + ("+global" if self.global_scale else "")
 
     def scale_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Shape of the block scales of a weight ``[out_features, in_features]``."""
@@ -315,32 +352,53 @@ class QuantScheme:
         return fields
 
     @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> QuantScheme:
-        """Inverse of :meth:`to_dict`; ``{"preset": name, ...changes}`` works too."""
-        fields = dict(fields)
-        unknown = set(fields) - set(cls.__dataclass_fields__) - {"preset"}
-        if unknown:
+    def from_dict(cls, fields: Mapping[str, Any]) -> QuantScheme:
+        """Inverse of :meth:`to_dict`; also changes of a scheme, see :meth:`merge`.
+
+        ``{"preset": name, ...changes}`` starts from a preset, other fields alone from ``QuantScheme()``.
+        """
+        changes = dict(fields)
+        preset = changes.pop("preset", None)
+        return (cls() if preset is None else cls.preset(preset)).merge(**changes)
+
+
+def scheme_fields(text: str) -> dict[str, Any]:
+    """What a scheme's text says, and nothing that it leaves open, in the form of :meth:`QuantScheme.from_dict`."""
+    fields: dict[str, Any] = {}
+    for part in text.strip().split("/"):
+        said = _part_fields(part)
+        if not said:
             raise SchemeError(
-                f"unknown scheme field {', '.join(sorted(map(str, unknown)))}; "
-                f"choose from preset, {', '.join(cls.__dataclass_fields__)}"
+                f"scheme {text!r}: {part!r} is no preset ({', '.join(PRESETS)}), element ({', '.join(ELEMENTS)}), "
+                f"scale ({', '.join(SCALES)}), block, rule or rounding; "
+                "write for example ue5m3/16 or e4m3+global/8/absmax"
             )
-        preset = fields.pop("preset", None)
-        if preset is None:
-            return cls(**fields)
-        if isinstance(fields.get("block"), list):
-            fields["block"] = tuple(fields["block"])
-        return cls.preset(preset, **fields)
-
-    @cached_property
-    def spec(self) -> str:
-        """The scheme as one line of JSON: what operators carry, see :func:`scheme_from_spec`."""
-        return json.dumps(self.to_dict(), sort_keys=True)
+        twice = sorted(set(said) & set(fields))
+        if twice:
+            raise SchemeError(f"scheme {text!r} says its {twice[-1].replace('_', ' ')} twice; leave one of them out")
+        fields |= said
+    return fields
 
 
-@lru_cache(maxsize=256)
-def scheme_from_spec(spec: str) -> QuantScheme:
-    """Inverse of ``QuantScheme.spec``, cached."""
-    return QuantScheme.from_dict(json.loads(spec))
+def _part_fields(part: str) -> dict[str, Any]:
+    """The fields that one part of a text stands for; none for a part that means nothing."""
+    scale, plus, _ = part.partition("+")
+    if part in PRESETS:
+        return {"preset": part}
+    if part in ELEMENTS:
+        return {"element": part}
+    if scale in SCALES and part in (scale, f"{scale}+global"):
+        return {"scale": scale, "global_scale": bool(plus)}
+    if part in ROUNDINGS:
+        return {"rounding": part}
+    if part in scale_rules():
+        return {"scale_rule": part}
+    return {"block": parse_block(part)} if part[:1].isdigit() else {}
+
+
+@lru_cache(maxsize=1024)  # operators parse their scheme in each call
+def _parse(text: str) -> QuantScheme:
+    return QuantScheme.from_dict(scheme_fields(text))
 
 
 def packed_row_bytes(columns: int, bits: int) -> int:
@@ -390,10 +448,11 @@ def _check_choice(what: str, value: Any, choices: Any) -> None:
         raise SchemeError(f"unknown {what} {value!r}; choose from {', '.join(choices)}")
 
 
-# NVFP4 and MXFP4 name their rules: these are the bytes that compressed-tensors writes.
+# Their scale rules are the defaults of their scale formats. The bytes that compressed-tensors writes are those
+# of ``nvfp4/absmax`` and ``mxfp4/even``.
 PRESETS: dict[str, QuantScheme] = {
-    "mxfp4": QuantScheme("fp4_e2m1", "e8m0", 32, scale_rule="even"),
-    "nvfp4": QuantScheme("fp4_e2m1", "e4m3", 16, global_scale=True, scale_rule="absmax"),
+    "mxfp4": QuantScheme("fp4_e2m1", "e8m0", 32),
+    "nvfp4": QuantScheme("fp4_e2m1", "e4m3", 16, global_scale=True),
     "mxfp8": QuantScheme("fp8_e4m3", "e8m0", 32),
     "mxfp6": QuantScheme("fp6_e2m3", "e8m0", 32),
 }

@@ -8,12 +8,14 @@ a scheme or ``dense``; the first rule that matches decides. As YAML::
       - o_proj: e4m3+global/8                     # or any scheme as text, see QuantScheme.parse
       - 'layers\\.(0|31)\\.': dense                # kept in high precision
       - down_proj: {scale: ue5m3, block: 8}       # a scheme, unnamed fields at their defaults
+      - lm_head: {preset: nvfp4, block: 8}        # changes of a preset, see QuantScheme.merge
     default: {scale: ue5m3, block: 16}            # linear layers that no rule names
 
 Without rules on top, the mapping itself is taken as the rules: ``q_proj|k_proj: mxfp8``. ``include``
 narrows quantization to the modules that match one of its patterns; ``exclude`` keeps modules dense.
 ``activations`` is ``none``, ``same`` (each layer's inputs in the format of its weight) or a scheme
-such as ``e4m3+token/16``; ``kv_cache`` is ``none`` or a scheme.
+such as ``e4m3+token/16``; ``kv_cache`` is ``none`` or a scheme. Their scale rules are those of
+:class:`mxquant.schemes.activations.ActivationScheme`.
 """
 
 from __future__ import annotations
@@ -205,7 +207,7 @@ def _scheme(value: Any) -> QuantScheme | None:
     if isinstance(value, str):
         return QuantScheme.parse(value)
     if isinstance(value, Mapping):
-        return QuantScheme.from_dict(dict(value))
+        return QuantScheme.from_dict(value)
     raise SchemeError(f"scheme {value!r} must be a text such as ue5m3/16, {DENSE!r} or a mapping of scheme fields")
 
 

@@ -13,13 +13,13 @@ import numpy as np
 
 from mxquant.schemes.formats import ElementFormat, QuantScheme, ScaleFormat
 
-# Rules that choose by the whole block: no function of amax.
-WHOLE_BLOCK_RULES = ("search", "four-over-six")
+# Rules that look at amax alone and are tabled here. The others choose by the whole block, or are new.
+TABLED_RULES = ("absmax", "absmax-nonzero", "floor", "ceil", "even", "rceil", "oas")
 
 
 def is_sampled(scheme: QuantScheme) -> bool:
-    """Whether the error of a scheme has to be sampled, because its rule chooses by the whole block."""
-    return scheme.scale_rule in WHOLE_BLOCK_RULES
+    """Whether the error of a scheme has to be sampled, because no table gives its scale by ``amax``."""
+    return scheme.scale_rule not in TABLED_RULES
 
 
 @dataclass(frozen=True, eq=False)

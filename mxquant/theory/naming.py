@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 from mxquant.schemes.formats import SCALES, QuantScheme
 
 
@@ -25,11 +22,9 @@ def scheme_of(
     if isinstance(scheme, str):
         bare = is_bare_scale(scheme)
         scheme = QuantScheme.parse(scheme)
-        if bare and "absmax" in scheme.scale_format.rules:
-            scheme = replace(scheme, scale_rule="absmax")
-    given = {"block": block, "element": element, "scale_rule": rule, "rounding": rounding}
-    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    return replace(scheme, **changes)
+        if bare:
+            scheme = scheme.merge(scale_rule=scheme.scale_format.plain_rule)
+    return scheme.merge(block=block, element=element, scale_rule=rule, rounding=rounding)
 
 
 def is_bare_scale(text: str) -> bool:

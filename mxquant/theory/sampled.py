@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from mxquant.codec.numerics import effective_scale
-from mxquant.ops.operators import quantize
+from mxquant.ops.operators import dequantize, quantize
 from mxquant.schemes.formats import QuantScheme
 from mxquant.theory.distributions import Distribution, maximum_quantiles
 from mxquant.theory.elements import check_metric
@@ -40,7 +40,7 @@ def sampled_error(
     held = float(unit.double().pow(power).mean()) / float(of.moments(np.array(np.inf))[power])
     rows = x.view(-1, _BLOCKS_PER_ROW * size)  # kernels like long rows
     q = quantize(rows, replace(scheme, block=size), global_scale=divisor)
-    error = (q.dequantize() - rows).view_as(x).double().abs_().div_(sigma).pow_(power).div_(held)
+    error = (dequantize(q) - rows).view_as(x).double().abs_().div_(sigma).pow_(power).div_(held)
     stored = effective_scale(q.scale, scheme.scale_format, None).flatten()
     scale = effective_scale(q.scale, scheme.scale_format, divisor).flatten()
     lost, maxima = scale == 0, error[:, 0]  # the first of each block is its largest

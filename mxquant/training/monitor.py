@@ -18,6 +18,7 @@ import torch
 from mxquant.codec import blocks as B
 from mxquant.codec.numerics import effective_scale
 from mxquant.codec.qtensor import QTensor
+from mxquant.ops.operators import dequantize
 from mxquant.training.recipes import ROLES
 
 # Ends the name of an operand that a Hadamard transform has turned into other numbers.
@@ -106,5 +107,5 @@ def _count(x: torch.Tensor, q: QTensor) -> OperandStats:
 
 def _mismatch(first: QTensor, second: QTensor) -> float:
     """Squared relative difference of an operand's two values; the second one is stored transposed."""
-    before, after = first.dequantize(), second.dequantize().t()
+    before, after = dequantize(first), dequantize(second).t()
     return float((before - after).square().sum() / before.square().sum().clamp(min=torch.finfo(torch.float32).tiny))

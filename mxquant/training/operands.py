@@ -12,7 +12,7 @@ from mxquant.codec.numerics import scale_dtype
 from mxquant.codec.qtensor import QTensor
 from mxquant.errors import WeightError
 from mxquant.ops import operators as ops
-from mxquant.schemes.formats import QuantScheme, scheme_from_spec
+from mxquant.schemes.formats import QuantScheme
 from mxquant.training import monitor
 from mxquant.training.noise import noise_name
 
@@ -30,17 +30,17 @@ def encode(x: torch.Tensor, scheme: QuantScheme, operand: str, noise: torch.Tens
     :class:`mxquant.training.Noise`. A matrix with NaN or infinities becomes all NaN: it reaches the
     loss or the gradient norm, as in high precision, where loops and gradient scalers look for it.
     """
-    return torch.ops.mxquant.training_quantize(x, scheme.spec, operand, noise)
+    return torch.ops.mxquant.training_quantize(x, scheme.text, operand, noise)
 
 
 def decode(parts: Parts, scheme: QuantScheme, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
     """The matrix that the codes stand for: fp32 values of the codec, rounded once to ``dtype``."""
     packed, scale, global_scale = parts
-    return torch.ops.mxquant.dequantize(packed, scale, global_scale, list(shape), scheme.spec, dtype)
+    return torch.ops.mxquant.dequantize(packed, scale, global_scale, list(shape), scheme.text, dtype)
 
 
 def _quantize(x, scheme, operand, noise):  # type: ignore[no-untyped-def]
-    s = scheme_from_spec(scheme)
+    s = QuantScheme.parse(scheme)
     name = noise_name(operand, noise) if s.rounding == "stochastic" else operand
     try:
         q = ops.quantize_tensor(x, s, seed=int(noise[0]), name=name)
@@ -64,7 +64,7 @@ def _all_nan(x: torch.Tensor, scheme: QuantScheme) -> QTensor:
 
 
 def _quantize_fake(x, scheme, operand, noise):  # type: ignore[no-untyped-def]
-    s = scheme_from_spec(scheme)
+    s = QuantScheme.parse(scheme)
     packed = x.new_empty(s.packed_shape(x.shape), dtype=torch.uint8)
     scale = x.new_empty(s.scale_shape(x.shape), dtype=scale_dtype(s.scale_format))
     return packed, scale, x.new_empty(1, dtype=torch.float32) if s.global_scale else None

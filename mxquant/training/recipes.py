@@ -78,7 +78,7 @@ class LinearFormats:
     def __post_init__(self) -> None:
         for operand in OPERANDS:
             if (scheme := self.scheme(operand)) is not None:
-                _ = scheme.spec  # is kept from now on; torch.compile cannot look into how it is made
+                _ = scheme.text  # is kept from now on; torch.compile cannot look into how it is made
         if self.hadamard and (self.shared("activation") or self.shared("gradient")):
             raise SchemeError(
                 "a Hadamard transform of wgrad changes what is quantized there, so tiles that are quantized once "

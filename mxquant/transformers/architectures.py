@@ -186,6 +186,14 @@ class NameMapper:
         target, _ = self._rename(name)
         return target if target in self._known else None
 
+    def conversion(self, name: str) -> tuple[str | None, str | None, Any]:
+        """Where the loader collects the tensor: the model's tensor, None if it has none; and the source pattern and
+        ``WeightConverter`` that make it, None if it is taken as it is."""
+        target, pattern = self._rename(name)
+        if target not in self._known:
+            return None, None, None
+        return target, pattern, self._by_pattern[pattern] if pattern is not None else None
+
     def place(self, name: str) -> Place | None:
         """Where the tensor goes; None if the model has no place for it."""
         target, pattern = self._rename(name)

@@ -29,7 +29,7 @@ class MXQuantConfig(QuantizationConfigMixin):
     Parameters
     ----------
     element, scale, block, global_scale, scale_rule, rounding : fields of :class:`mxquant.QuantScheme`;
-        those left out take its defaults, or those of ``preset``.
+        those left out take its defaults, or those of ``preset``; see :meth:`mxquant.QuantScheme.merge`.
     preset : name of a scheme (``"mxfp4"``, ``"nvfp4"``, ...).
     seed : chooses the random bits of stochastic rounding.
     include, exclude : regular expressions on module names: what to quantize only, what to keep dense.
@@ -40,8 +40,8 @@ class MXQuantConfig(QuantizationConfigMixin):
     kv_cache : a scheme for keys and values, or None.
     format_version, mxquant_version, schemes, modules : what a quantized checkpoint says of itself,
         see :mod:`mxquant.checkpoint.formats.native`; not for callers.
-    compressed_tensors : the configuration of a compressed-tensors checkpoint whose weights are to
-        stay packed; set by :func:`mxquant.load`.
+    foreign : the ``quantization_config`` of a checkpoint in another format whose weights are to stay
+        packed; set by :func:`mxquant.load`.
 
     Raises ``SchemeError`` for formats that do not exist and ``CheckpointError`` for a checkpoint
     description that this version cannot read.
@@ -67,7 +67,7 @@ class MXQuantConfig(QuantizationConfigMixin):
         mxquant_version: str | None = None,
         schemes: dict[str, Any] | None = None,
         modules: list[dict[str, Any]] | None = None,
-        compressed_tensors: dict[str, Any] | None = None,
+        foreign: dict[str, Any] | None = None,
     ):
         self.quant_method: Any = QUANT_METHOD
         self.element, self.scale, self.scale_rule, self.rounding = element, scale, scale_rule, rounding
@@ -81,10 +81,10 @@ class MXQuantConfig(QuantizationConfigMixin):
         self.kv_cache = scheme.to_dict() if scheme else None
         self.format_version, self.mxquant_version = format_version, mxquant_version
         self.schemes, self.modules = schemes, modules
-        self.compressed_tensors = compressed_tensors
+        self.foreign = foreign
         if self.describes_checkpoint:
             parse_config(self.to_dict())
-        elif compressed_tensors is None:
+        elif foreign is None:
             self.quant_recipe()
 
     @classmethod

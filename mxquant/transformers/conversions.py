@@ -20,6 +20,8 @@ from transformers.core_model_loading import (
     WeightRenaming,
 )
 
+from mxquant.checkpoint.formats import native
+from mxquant.checkpoint.formats.base import PackedFormat
 from mxquant.transformers.matching import SCALES
 
 # Some versions let a pattern match the start of a longer name: `weight` would take `weight_scale`, too.
@@ -44,6 +46,19 @@ def for_packed(conversions: Iterable[Any], experts: Iterable[str], tensors: Iter
         if c in renamed:
             found += [like(c, WeightRenaming, suffix) for suffix in SCALES]
     return found
+
+
+def from_files(format: PackedFormat) -> list[Any]:
+    """Rules that give tensors of files in another format the names, and where need be the bits, that they have in
+    a model."""
+    rules: list[Any] = []
+    for role, suffix in format.suffixes.items():
+        source, target = f"weight{suffix}", f"weight{native.FORMAT.suffixes[role]}"
+        if role in format.converts:
+            rules.append(WeightConverter([source + _END], [target], operations=[Converted(format, role)]))
+        elif source != target:
+            rules.append(WeightRenaming(source, target))
+    return rules
 
 
 def feeds(conversion: Any, experts: Iterable[str]) -> bool:
@@ -142,6 +157,17 @@ class SplitGlobalScales(ConversionOps):
     @property
     def reverse_op(self) -> ConversionOps:
         return JoinGlobalScales()
+
+
+class Converted(ConversionOps):
+    """A tensor of a packed weight in the files of ``format``, with its bits where the model has them."""
+
+    def __init__(self, format: PackedFormat, role: str):
+        self.format, self.role = format, role
+
+    def convert(self, input_dict: Tensors, source_patterns: list[str], target_patterns: list[str], **_: Any) -> Tensors:
+        (tensor,) = (_single(value) for value in input_dict.values())
+        return {target_patterns[0]: self.format.convert(self.role, tensor)}
 
 
 class UnlessPacked(ConversionOps):

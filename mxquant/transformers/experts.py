@@ -16,9 +16,10 @@ from torch import nn
 
 from mxquant.checkpoint.formats.native import ModuleEntry
 from mxquant.codec.numerics import scale_dtype
+from mxquant.codec.qtensor import QTensor
 from mxquant.nn.quant_linear import restore_encodings
 from mxquant.ops.grouped import grouped_linear
-from mxquant.ops.operators import QTensor, quantize_activations
+from mxquant.ops.operators import dequantize, quantize_activations
 from mxquant.schemes.activations import ActivationScheme
 from mxquant.transformers.mixtures import matrices, takes_all_tokens
 
@@ -111,7 +112,7 @@ class QuantExperts(nn.Module):
 
     def dequantize(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The dense parameter, in the layout that the model has it in."""
-        dense = torch.stack([q.dequantize(dtype) for q in self.qtensors(name)])
+        dense = torch.stack([dequantize(q, dtype) for q in self.qtensors(name)])
         return dense.transpose(1, 2).contiguous() if self.layouts[name] else dense
 
     def extra_repr(self) -> str:
@@ -119,7 +120,7 @@ class QuantExperts(nn.Module):
         for name, entry in self.entries.items():
             activations = f", activations={entry.activations.text}" if entry.activations else ""
             lines.append(
-                f"{name}: experts={entry.experts}, shape={entry.shape}, scheme={entry.scheme.name}{activations}"
+                f"{name}: experts={entry.experts}, shape={entry.shape}, scheme={entry.scheme.text}{activations}"
             )
         return "\n".join(line for line in lines if line)
 

@@ -20,9 +20,10 @@ from typing import Any, TypeVar
 import torch
 
 from mxquant.checkpoint.damage import why_not_whole
+from mxquant.checkpoint.headers import TensorInfo
 from mxquant.checkpoint.layout import ITEM_SIZES
 from mxquant.checkpoint.pytorch import DTYPE_NAMES
-from mxquant.checkpoint.reader import Checkpoint, TensorInfo, read_config
+from mxquant.checkpoint.reader import Checkpoint, read_config
 from mxquant.checkpoint.side_files import side_files
 from mxquant.errors import CheckpointError
 from mxquant.transformers.architectures import build_meta_model, kept_in_fp32

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from mxquant.checkpoint.formats import compressed_tensors
-from mxquant.checkpoint.formats.native import QUANT_METHOD, parse_config
+from mxquant.checkpoint.formats import registry
+from mxquant.checkpoint.formats.native import QUANT_METHOD
 from mxquant.checkpoint.reader import read_config, resolve_source
 from mxquant.errors import CheckpointError
 from mxquant.transformers import register
@@ -45,15 +45,12 @@ def load(
     path = Path(path).expanduser() if Path(path).expanduser().is_dir() else path
     where = {key: kwargs[key] for key in _WHERE if key in kwargs}
     described = _model_config(path, where)
-    found = _quantization_config(described)
-    method = found.get("quant_method")
-    if method == QUANT_METHOD:
-        parse_config(found)
-    elif method == compressed_tensors.QUANT_METHOD and _stays_packed(found):
+    found = registry.quantization_in(described)
+    if found is not None and _stays_packed(found) and found["quant_method"] != QUANT_METHOD:
         _warn_of_activations(path, found)
         extra = {key: kwargs[key] for key in ("trust_remote_code", "code_revision") if key in kwargs}
         config = kwargs.get("config") or AutoConfig.from_pretrained(path, **where, **extra)
-        config.quantization_config = {"quant_method": QUANT_METHOD, "compressed_tensors": found}
+        config.quantization_config = {"quant_method": QUANT_METHOD, "foreign": found}
         kwargs["config"] = config
     if dtype is not None:
         kwargs["dtype"] = dtype
@@ -61,7 +58,7 @@ def load(
     model, info = auto_class(described).from_pretrained(
         path, device_map=device_map, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
     )
-    _check_loaded(path, info, method is not None, may_differ)
+    _check_loaded(path, info, found is not None, may_differ)
     return (model, info) if with_info else model
 
 
@@ -90,13 +87,6 @@ def _model_config(path: str | Path, where: dict[str, Any]) -> dict[str, Any]:
     return _hub_config(text, where)
 
 
-def _quantization_config(config: dict[str, Any]) -> dict[str, Any]:
-    """What ``config.json`` says of quantization; empty for a dense checkpoint."""
-    nested = config.get("text_config")
-    found = config.get("quantization_config") or (isinstance(nested, dict) and nested.get("quantization_config"))
-    return found if isinstance(found, dict) else {}
-
-
 def _hub_config(repo: str, where: dict[str, Any]) -> dict[str, Any]:
     from transformers import PreTrainedConfig
 
@@ -110,16 +100,14 @@ def _hub_config(repo: str, where: dict[str, Any]) -> dict[str, Any]:
 
 
 def _stays_packed(config: dict[str, Any]) -> bool:
-    """Whether a compressed-tensors checkpoint is NVFP4 or MXFP4 throughout and needs nothing else."""
-    groups = list((config.get("config_groups") or {}).values())
-    formats = {group.get("format") or config.get("format") for group in groups}
-    sparse = (config.get("sparsity_config") or {}).get("format", "dense") != "dense"
-    needs_more = sparse or config.get("transform_config")
-    return bool(groups) and formats <= set(compressed_tensors.SCHEMES) and not needs_more
+    """Whether a format of the registry can keep the weights packed. Raises ``CheckpointError`` for a config of ours
+    that cannot be read."""
+    method = config.get("quant_method")
+    return registry.knows(method) and registry.get(method).why_not_packed(config) is None
 
 
 def _warn_of_activations(path: str | Path, config: dict[str, Any]) -> None:
-    groups = config["config_groups"].values()
+    groups = (config.get("config_groups") or {}).values()
     activations = next((g["input_activations"] for g in groups if g.get("input_activations")), None)
     if activations:
         kind = f"{activations.get('type', '')}{activations.get('num_bits', '')}"

@@ -16,8 +16,9 @@ from torch import nn
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from mxquant.checkpoint.formats.native import ModuleEntry, compact_names, name_regex
+from mxquant.checkpoint.headers import Tensors
 from mxquant.checkpoint.pytorch import read_file
-from mxquant.codec.rounding import tensor_amax
+from mxquant.codec.amax import group_amax, tensor_amax
 from mxquant.codec.scaling import global_scale_for
 from mxquant.errors import SchemeError
 from mxquant.ops.operators import quantize
@@ -27,13 +28,13 @@ from mxquant.transformers.behaviour import watch
 from mxquant.transformers.conversions import JoinExperts, UnlessPacked, feeds, like, merges
 from mxquant.transformers.fused import fused_groups
 from mxquant.transformers.kinds import Kind
-from mxquant.transformers.matching import Headers, Packed
+from mxquant.transformers.matching import Packed
 from mxquant.transformers.mixtures import Layout, Piece, Place, entry_of, layout, problems_of
 from mxquant.transformers.parts import is_plain_linear
 from mxquant.transformers.select import pattern_problems, select
 
 
-def choose(model: nn.Module, recipe: QuantRecipe, headers: Headers | None) -> Packed:
+def choose(model: nn.Module, recipe: QuantRecipe, headers: Tensors | None) -> Packed:
     """What to quantize, under the names of the checkpoint.
 
     ``headers``: those of the checkpoint; None if there are no files, so that its names are taken to be
@@ -87,7 +88,7 @@ def choose(model: nn.Module, recipe: QuantRecipe, headers: Headers | None) -> Pa
     return packed
 
 
-def _places(model: nn.Module, headers: Headers | None, parameters: Iterable[str]) -> dict[str, Place]:
+def _places(model: nn.Module, headers: Tensors | None, parameters: Iterable[str]) -> dict[str, Place]:
     """Where each tensor of the checkpoint goes."""
     if headers is None:
         return {name: Place(name) for name in parameters}
@@ -96,13 +97,13 @@ def _places(model: nn.Module, headers: Headers | None, parameters: Iterable[str]
 
 
 def _pieces(
-    held: Mapping[str, Place], parameter: Parameter, headers: Headers | None, recipe: QuantRecipe
+    held: Mapping[str, Place], parameter: Parameter, headers: Tensors | None, recipe: QuantRecipe
 ) -> list[Piece]:
     """The tensors that make up a parameter of experts, with the schemes that they are to have."""
     experts, rows, columns = parameter.shape
     pieces = []
     for key, place in held.items():
-        found = None if headers is None else headers[key][1]
+        found = None if headers is None else headers[key].shape
         how = layout(place, (experts, rows, columns), parameter.transposed, found or ())
         if isinstance(how, Layout) and found in (None, how.shape):
             scheme = select(parameter, key.removesuffix(".weight"), recipe).scheme
@@ -275,7 +276,7 @@ def quantize_experts(
     for matrices in zip(*parts, strict=True):
         shared = None
         if entry.scheme.global_scale:
-            shared = global_scale_for(torch.stack([tensor_amax(read()) for _, read in matrices]).amax(), entry.scheme)
+            shared = global_scale_for(group_amax(read() for _, read in matrices), entry.scheme)
         quantized = []
         for name, read in matrices:
             matrix = read().t() if entry.transposed else read()

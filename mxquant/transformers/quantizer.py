@@ -13,6 +13,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.quantizers.base import HfQuantizer
 
+from mxquant.checkpoint.formats import native, registry
+from mxquant.checkpoint.formats.base import ACTIVATION_SCALES, PackedFormat
 from mxquant.checkpoint.formats.native import ModuleEntry, build_config
 from mxquant.codec.numerics import scale_dtype
 from mxquant.errors import CheckpointError, MXQuantError
@@ -20,24 +22,18 @@ from mxquant.nn.quant_linear import QuantLinear
 from mxquant.transformers import register
 from mxquant.transformers.architectures import NameMapper
 from mxquant.transformers.config import MXQuantConfig
-from mxquant.transformers.conversions import for_packed
+from mxquant.transformers.conversions import for_packed, from_files
 from mxquant.transformers.experts import QuantExperts, unpack_experts
 from mxquant.transformers.kv_cache import quantize_kv_cache, quantized_kv_cache
 from mxquant.transformers.matching import (
-    COMPRESSED_TENSORS_PACKED,
-    PACKED,
     Packed,
     check_companions,
     find_packed,
     read_headers,
     replace_experts,
     replace_modules,
-    table_of_compressed_tensors,
 )
 from mxquant.transformers.tied import put_back, repeated, set_aside
-
-# Tensors of compressed-tensors checkpoints that only quantized activations need.
-_ACTIVATION_SCALES = r"\.(input|output|q|k|v)_(global_)?scale$"
 
 
 class MXQuantHfQuantizer(HfQuantizer):
@@ -95,11 +91,7 @@ class MXQuantHfQuantizer(HfQuantizer):
             return for_quantizing(weight_conversions, self.packed.experts, self.quantization_config.seed)
         if self.packed.experts or self.packed.modules:
             weight_conversions = for_packed(weight_conversions, self.packed.experts, self.packed.tensors)
-        if self._packed_name == PACKED:
-            return weight_conversions
-        from transformers.core_model_loading import WeightRenaming
-
-        return [*weight_conversions, WeightRenaming(self._packed_name, PACKED)]
+        return [*weight_conversions, *from_files(self._format)]
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[None, dict[str, Any]]:
         """Called by ``save_pretrained``: brings the config up to date with the model."""
@@ -135,10 +127,9 @@ class MXQuantHfQuantizer(HfQuantizer):
         kv_cache = self.quantization_config.kv_cache_scheme
         if kv_cache is not None:
             quantize_kv_cache(model, kv_cache)
-        if self._packed_name != PACKED:
-            # Saving undoes the renamings of loading; what we save has our own names.
-            kept = [c for c in model._weight_conversions if c.source_patterns != [self._packed_name]]
-            model._weight_conversions = kept
+        # Saving undoes the renamings of loading; what we save has our own names.
+        foreign = [c.source_patterns for c in from_files(self._format)]
+        model._weight_conversions = [c for c in model._weight_conversions if c.source_patterns not in foreign]
         self._describe(model)
         return model
 
@@ -159,21 +150,22 @@ class MXQuantHfQuantizer(HfQuantizer):
         return model.to(dtype) if model.dtype != dtype else model
 
     @property
-    def _packed_name(self) -> str:
-        foreign = self.quantization_config.compressed_tensors is not None
-        return COMPRESSED_TENSORS_PACKED if foreign else PACKED
+    def _format(self) -> PackedFormat:
+        """The on-disk format of the files."""
+        foreign = self.quantization_config.foreign
+        return native.FORMAT if foreign is None else registry.get(foreign.get("quant_method"))
 
     def _find_packed(self, model: Any, files: list[str]) -> None:
         if not files:
             raise CheckpointError("packed weights are loaded from safetensors files only, not from a state dict")
         headers = read_headers(files)
-        if self.quantization_config.compressed_tensors is None:
-            table = self.quantization_config.table()
+        config = self.quantization_config.foreign
+        if config is None:
+            config = self.quantization_config.to_dict()
         else:
-            table = table_of_compressed_tensors(headers)
-            ignored = {*(model._keys_to_ignore_on_load_unexpected or ()), _ACTIVATION_SCALES}
+            ignored = {*(model._keys_to_ignore_on_load_unexpected or ()), ACTIVATION_SCALES}
             model._keys_to_ignore_on_load_unexpected = ignored
-        self.packed = find_packed(model, headers, table, self._packed_name)
+        self.packed = find_packed(model, headers, config)
         self._set_copies_aside(model, headers)
         replace_modules(model, self.packed.modules)
         replace_experts(model, self.packed.experts)

@@ -53,7 +53,7 @@ def _load(
     vars(config).pop(CONFIG_KEY, None)  # a file of the source
     if quantization is not None:
         config.quantization_config = copy.deepcopy(quantization)
-    with tempfile.TemporaryDirectory() as folder, _quiet():
+    with tempfile.TemporaryDirectory() as folder, quiet():
         _write_hole(Path(folder), list(tensors))
         try:
             _, info = type(model).from_pretrained(
@@ -80,7 +80,7 @@ def _write_hole(folder: Path, tensors: list[OutputTensor]) -> None:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without the progress bars and warnings of loaders."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(ImportError):

@@ -418,7 +418,8 @@ def test_the_command_prints_tables_and_writes_recipe_and_picture(make_checkpoint
         plot,
     )
     assert done.exit_code == 0, done.output
-    for words in ("Best single scheme", "A mix at", "kurtosis", "Gaussian", f"Wrote {recipe}.", f"Wrote {plot}."):
+    found = ("Scale rules: ", "Best single scheme", "A mix at", "kurtosis", "Gaussian")
+    for words in (*found, f"Wrote {recipe}.", f"Wrote {plot}."):
         assert words in done.stdout
     assert QuantRecipe.from_file(recipe).default is not None
     assert plot.read_bytes().startswith(b"\x89PNG")
@@ -430,7 +431,7 @@ def test_json_has_every_figure_and_nothing_else_is_on_stdout(make_checkpoint):
     assert done.exit_code == 0, done.output
     record = json.loads(done.stdout)
     # --rule is for schemes that name none and have it; presets name theirs.
-    assert [s["scheme"] for s in record["schemes"]] == ["ue5m3/16/absmax", "nvfp4", "e4m3/8/absmax", "mxfp4"]
+    assert [s["scheme"] for s in record["schemes"]] == ["ue5m3/16/absmax", "nvfp4/absmax", "e4m3/8/absmax", "mxfp4"]
     found = diagnose(folder, [s["scheme"] for s in record["schemes"]])
     for entry, scheme in zip(record["schemes"], found.schemes, strict=True):
         assert entry["relative_error"] == pytest.approx(found.measured(scheme).mse ** 0.5)

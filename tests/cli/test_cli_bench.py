@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from mxquant.cli.main import main
 from mxquant.evals import speed
-from mxquant.ops import operators as ops
+from mxquant.ops.backends import backend
 from mxquant.schemes.formats import QuantScheme
 
 CPU = torch.device("cpu")
@@ -34,7 +34,7 @@ def test_a_shape_is_measured_against_dense_and_ceilings(tmp_path):
     assert row["error"] < 1e-5
     assert row["speedup"] == pytest.approx(row["dense_seconds"] / row["seconds"])
     assert record["scheme"] == "fp4-ue5m3-b16"
-    if ops.backend("cpu") is not None:
+    if backend("cpu") is not None:
         assert record["instruction"] in text
         assert record["instruction_flops"] > row["flops"]
 

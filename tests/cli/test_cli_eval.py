@@ -197,7 +197,7 @@ def test_the_demo_compares_four_schemes_and_replaces_only_its_own(tmp_path, monk
     folders = {"fp4-ue5m3-b16", "mxfp4", "nvfp4", "fp4-e4m3-b16"}
     assert {path.name for path in out.iterdir()} == {*folders, "demo.png", "mine.txt"}
     assert (out / "demo.png").read_bytes().startswith(b"\x89PNG")
-    for words in (*folders, "bundled model", "sample from dense", "sha256", "first 2 windows"):
+    for words in (*folders, "bundled model", "sample from dense", "sha256", "first 2 windows", "even for e8m0"):
         assert words in result.stdout
     report = json.loads(invoke("demo", "--out", out, "--json").stdout)
     assert report["models"][0]["name"] == "bundled model"

@@ -13,13 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mxquant
+from mxquant.codec.amax import tensor_amax
 from mxquant.codec.numerics import element_table, scale_table
 from mxquant.codec.packing import pack, unpack
+from mxquant.codec.parallel import Workers
 from mxquant.codec.qtensor import QTensor, dequantize_parts
 from mxquant.codec.rng import derive_key, random_bits24
-from mxquant.codec.rounding import QuantStats, RowQuantizer, quantize_chunks, quantize_tensor, tensor_amax
+from mxquant.codec.rounding import QuantStats, RowQuantizer
 from mxquant.codec.scaling import global_scale_for
 from mxquant.errors import WeightError
+from mxquant.ops.operators import quantize_rows, quantize_tensor
 from mxquant.schemes.formats import ELEMENTS, PRESETS, SCALES, QuantScheme
 
 FP32_MAX = float(np.finfo(np.float32).max)
@@ -95,7 +98,7 @@ def assert_equation(q: QTensor) -> None:
     """value = element * fl32(scale / global), in fp32, bit for bit."""
     elements = codes_of(q).view(ELEMENT_DTYPES[q.scheme.element]).astype(np.float32)
     expected = elements * effective_scales(q)
-    ours = q.dequantize().numpy()
+    ours = mxquant.dequantize(q).numpy()
     assert np.array_equal(ours.view(np.int32), expected.view(np.int32))
 
 
@@ -109,7 +112,9 @@ def same_bytes(a: QTensor, b: QTensor) -> bool:
 def in_chunks(w: torch.Tensor, scheme: QuantScheme, chunk_elements: int, **kwargs) -> QTensor:  # type: ignore[no-untyped-def]
     g = global_scale_for(tensor_amax(w), scheme) if scheme.global_scale else None
     options = {"seed": 0, "name": "weight", "global_scale": g, "chunk_elements": chunk_elements, **kwargs}
-    chunks = list(quantize_chunks(w, scheme, **options))
+    job = RowQuantizer(w, scheme, quantize=quantize_rows, **options)
+    with Workers(w.device) as workers:
+        chunks = list(workers.map(job, job.starts))
     return QTensor(
         torch.cat([c.packed for c in chunks]), torch.cat([c.scale for c in chunks]), g, tuple(w.shape), scheme
     )
@@ -126,8 +131,8 @@ def test_codes_are_the_nearest_and_values_follow_the_one_equation(scheme):
     assert torch.equal(w.view(torch.int32), before.view(torch.int32))
     assert np.array_equal(codes_of(q), nearest_codes(w, effective_scales(q), scheme.element))
     assert_equation(q)
-    assert q.dequantize().isfinite().all()
-    assert (torch.signbit(q.dequantize()) == torch.signbit(w)).all()
+    assert mxquant.dequantize(q).isfinite().all()
+    assert (torch.signbit(mxquant.dequantize(q)) == torch.signbit(w)).all()
 
 
 def test_a_global_scale_is_divided_by_once_even_where_its_reciprocal_is_inexact():
@@ -147,7 +152,7 @@ def test_a_global_scale_is_divided_by_once_even_where_its_reciprocal_is_inexact(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_dequantizing_to_another_dtype_is_one_rounding_of_the_fp32_values(dtype):
     q = mxquant.quantize(weight(9, 70), PRESETS["nvfp4"])
-    assert torch.equal(q.dequantize(dtype), q.dequantize(torch.float32).to(dtype))
+    assert torch.equal(mxquant.dequantize(q, dtype), mxquant.dequantize(q, torch.float32).to(dtype))
 
 
 @pytest.mark.parametrize("element", ELEMENTS)
@@ -177,7 +182,7 @@ def test_exactly_representable_weights_come_back_unchanged():
         for rule in SCALES[scale].rules:
             if (scale, rule) not in {("e8m0", "ceil")}:  # which leaves room above
                 q = mxquant.quantize(w, QuantScheme("fp4_e2m1", scale, 16, scale_rule=rule))
-                assert torch.equal(q.dequantize().view(torch.int32), w.view(torch.int32)), (scale, rule)
+                assert torch.equal(mxquant.dequantize(q).view(torch.int32), w.view(torch.int32)), (scale, rule)
 
 
 # The same bytes however the work is cut
@@ -249,14 +254,14 @@ def test_square_tiles_commute_with_transposition():
     for scheme in (QuantScheme(block=(16, 16)), QuantScheme("fp4_e2m1", "e8m0", (8, 8), scale_rule="rceil")):
         q, t = mxquant.quantize(w, scheme), mxquant.quantize(w.t(), scheme)
         assert torch.equal(q.scale.t(), t.scale)
-        assert torch.equal(q.dequantize().t(), t.dequantize())
+        assert torch.equal(mxquant.dequantize(q).t(), mxquant.dequantize(t))
 
 
 def test_a_tile_of_one_row_is_a_plain_block():
     w = weight(5, 40)
     assert QuantScheme(block=(1, 16)) == QuantScheme(block=16)
     rows = mxquant.quantize(w.t().contiguous(), QuantScheme(block=(16, 1)))
-    assert torch.equal(rows.dequantize().t(), mxquant.quantize(w, QuantScheme(block=16)).dequantize())
+    assert torch.equal(mxquant.dequantize(rows).t(), mxquant.quantize(w, QuantScheme(block=16)).dequantize())
 
 
 def test_partial_blocks_equal_blocks_padded_with_zeros():
@@ -266,7 +271,7 @@ def test_partial_blocks_equal_blocks_padded_with_zeros():
         for scheme in (QuantScheme(block=block), QuantScheme("fp6_e2m3", "e4m3", block, True)):
             small, large = mxquant.quantize(w, scheme), mxquant.quantize(padded, scheme)
             assert torch.equal(small.scale.view(torch.uint8), large.scale.view(torch.uint8)[: small.scale.shape[0]])
-            assert torch.equal(small.dequantize(), large.dequantize()[:11, :29])
+            assert torch.equal(mxquant.dequantize(small), mxquant.dequantize(large)[:11, :29])
 
 
 ANY_SCHEME = st.builds(
@@ -320,7 +325,7 @@ def test_extreme_weights_give_finite_values_of_the_right_sign(scheme):
         w[0, 0], w[0, 5], w[1, 17] = value, -value, -value / 2
         w[2, 16:] = 0
         q = mxquant.quantize(w, scheme)
-        d = q.dequantize()
+        d = mxquant.dequantize(q)
         assert d.isfinite().all()
         assert torch.equal(torch.signbit(d), torch.signbit(w))
         assert (d[w == 0] == 0).all()
@@ -333,7 +338,7 @@ def test_an_all_zero_weight_gives_zeros_and_keeps_their_signs(scheme):
     w = torch.zeros(4, 40)
     w[:, ::3] = -0.0
     q = mxquant.quantize(w, scheme)
-    assert torch.equal(q.dequantize().view(torch.int32), w.view(torch.int32))
+    assert torch.equal(mxquant.dequantize(q).view(torch.int32), w.view(torch.int32))
     assert scheme.scale == "e8m0" or not q.scale.view(torch.uint8).any()
     assert q.global_scale is None or q.global_scale.item() == 1.0
 
@@ -398,7 +403,7 @@ def test_parameters_that_want_gradients_are_quantized_without_any(scheme):
     q = mxquant.quantize(torch.nn.Parameter(w), scheme)
     assert same_bytes(q, mxquant.quantize(w, scheme))
     assert same_bytes(q, quantize_tensor(torch.nn.Parameter(w), scheme))
-    assert not any(t.requires_grad for t in (q.packed, q.scale, q.dequantize()))
+    assert not any(t.requires_grad for t in (q.packed, q.scale, mxquant.dequantize(q)))
     with torch.inference_mode():
         assert same_bytes(q, mxquant.quantize(w, scheme))
 
@@ -439,7 +444,7 @@ def test_dequantizing_in_small_chunks_changes_nothing(monkeypatch):
     w = weight(37, 45)
     for scheme in (PRESETS["nvfp4"], QuantScheme(block=(4, 8)), QuantScheme("fp6_e2m3", "e8m0", (5, 3))):
         q = mxquant.quantize(w, scheme)
-        whole = q.dequantize()
+        whole = mxquant.dequantize(q)
         for elements in (1, 45 * 7, 45 * 8):
             monkeypatch.setattr("mxquant.codec.qtensor.CHUNK_ELEMENTS", elements)
             parts = dequantize_parts(q.packed, q.scale, q.global_scale, q.shape, scheme, torch.float32)
@@ -461,9 +466,9 @@ def test_statistics_equal_those_of_the_dequantized_weight():
         q = mxquant.quantize(w, scheme)
         options = {"seed": 0, "name": "weight", "global_scale": None, "with_stats": True}
         for chunk_elements in (300, 1 << 20):
-            job = RowQuantizer(w, scheme, chunk_elements=chunk_elements, **options)
+            job = RowQuantizer(w, scheme, chunk_elements=chunk_elements, quantize=quantize_rows, **options)
             stats = sum((job(start).stats for start in job.starts), QuantStats())
-            d, scale = q.dequantize().double(), effective_scales(q)
+            d, scale = mxquant.dequantize(q).double(), effective_scales(q)
             blocks = q.scale.numel()
             assert (stats.elements, stats.blocks) == (3000, blocks)
             assert stats.error == pytest.approx(float(((d - w) ** 2).sum()), rel=1e-5)
@@ -483,7 +488,8 @@ def test_only_what_passes_the_largest_element_counts_as_saturated():
     w = torch.zeros(1, 64)
     w[0, ::16] = torch.tensor([6.0, -6.0, 6.0 + 2**-20, -7.9])  # one block each, all with scale 1
     scheme = QuantScheme("fp4_e2m1", "e8m0", 16, scale_rule="floor")
-    stats = RowQuantizer(w, scheme, seed=0, name="w", global_scale=None, with_stats=True)(0).stats
+    job = RowQuantizer(w, scheme, seed=0, name="w", global_scale=None, with_stats=True, quantize=quantize_rows)
+    stats = job(0).stats
     assert stats.saturated == 2
 
 
@@ -559,7 +565,7 @@ def test_stochastic_rounding_is_unbiased_everywhere_on_the_grid():
     w = x.repeat(rows, 1)
     q = mxquant.quantize(w, QuantScheme("fp4_e2m1", "e8m0", columns, scale_rule="rceil", rounding="stochastic"))
     assert (q.scale == 127).all()  # 6 maps to 6
-    d = q.dequantize().double()
+    d = mxquant.dequantize(q).double()
     assert torch.equal(d[:, -7:].float(), w[:, -7:])
     mean, deviation = d.mean(0), d.std(0)
     z = (mean - x.double())[:-7] / (deviation / math.sqrt(rows))[:-7].clamp(min=1e-12)

@@ -120,7 +120,9 @@ def test_figures_are_those_of_the_report(outputs):
         assert f"{report['bytes_before'] / 1e6:.1f} MB" in text
         assert f"{report['bytes_before'] / report['bytes_after']:.2f} times smaller" in text
         assert f"{report['bits_per_weight']:.3f}, scales included" in text
-        assert f"{report['relative_error']:.4f} (SQNR {report['sqnr_db']:.1f} dB)" in text
+        worst = report["worst_relative_error"]
+        assert f"{report['mean_relative_error']:.4f} in the mean of the layers, at worst {worst['value']:.4f}" in text
+        assert worst["layer"] in text
         for dense in report["dense"]:
             assert f"| {dense['reason']} | {dense['tensors']} | " in text
         assert "tied to `model.embed_tokens.weight`" in text
@@ -338,3 +340,8 @@ def test_a_wrong_request_gives_one_line(args, message, outputs):
     assert result.exit_code == 1
     assert message in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_preset_with_another_rule_keeps_its_tag(tmp_path):
+    mxquant.quantize_model(BUNDLED, tmp_path / "q", "nvfp4/absmax")
+    assert "nvfp4" in matter((tmp_path / "q/README.md").read_text())["tags"]

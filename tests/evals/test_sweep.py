@@ -247,10 +247,10 @@ def test_a_cached_cell_serves_nothing_but_what_it_was_measured_on(change, narrow
 def test_same_activations_are_found_by_their_own_name(narrow, text, tmp_path):
     sweep(narrow, text, Grid(("ue5m3",), (16,), inputs=("same",)), QUICK, cache=tmp_path)
     seen: list[Done] = []
-    grid = Grid(("ue5m3",), (16,), inputs=("ue5m3/16/absmax", "ue5m3/16"))
+    grid = Grid(("ue5m3",), (16,), inputs=("ue5m3/16/absmax", "ue5m3/16/search"))
     found = sweep(narrow, text, grid, QUICK, cache=tmp_path, on_done=seen.append)
     assert [done.cached for done in seen] == [True, True, False]
-    assert [c.spec.inputs for c in found.cells] == ["ue5m3/16/absmax", "ue5m3/16"]
+    assert [c.spec.inputs for c in found.cells] == ["ue5m3/16/absmax", "ue5m3/16/search"]
 
 
 def test_a_cell_without_finite_logits_is_marked(make_checkpoint, tmp_path):
@@ -270,6 +270,7 @@ def test_a_cell_without_finite_logits_is_marked(make_checkpoint, tmp_path):
     assert fine.perplexity is not None
     assert too_long.problem == also.problem == "block 128 is longer than the longest row of the model's weights, 64"
     assert any("e8m0/32/even" in line and "not finite" in line for line in sentences(found))
+    assert sentences(found)[-1].endswith("scale rules of the weights: even for e8m0, absmax for fp32.")
     plot_sweep(found, tmp_path / "broken.png")
     json.dumps(found.to_dict(), allow_nan=False)
     assert list(csv.DictReader(io.StringIO(to_csv(found))))[1]["perplexity"] == ""

@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 
 import mxquant
 import mxquant.bundled
+from mxquant.checkpoint.formats.registry import find as find_layout
 from mxquant.checkpoint.reader import Checkpoint
 from mxquant.cli.inspect_tables import bar, share
 from mxquant.cli.main import main
 from mxquant.errors import CheckpointError
-from mxquant.inspection.layouts import find_layout
 from mxquant.inspection.statistics import DenseStats, ScaleStats
 from mxquant.inspection.summary import inspect_checkpoint, inspect_tensor, open_checkpoint
 from mxquant.schemes.formats import ELEMENTS, SCALES, QuantScheme

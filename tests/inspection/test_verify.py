@@ -14,10 +14,10 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 import mxquant
+from mxquant.checkpoint.formats.packed import PackedWeight
 from mxquant.cli.main import main
 from mxquant.inspection.faults import KINDS
 from mxquant.inspection.lint import lint
-from mxquant.inspection.packed import PackedWeight
 from mxquant.inspection.source import sample
 from mxquant.inspection.verify import verify_checkpoint
 from mxquant.schemes.formats import QuantScheme
@@ -161,8 +161,8 @@ def models(make_checkpoint, tmp_path_factory):
     """Checkpoints to break, and the sources of those that are compared."""
     folder = tmp_path_factory.mktemp("models")
     sources = {
-        "nvfp4": make_checkpoint("llama-even"),
-        "mxfp4": make_checkpoint("llama-even"),
+        "nvfp4": make_checkpoint("llama-even", "bfloat16"),
+        "mxfp4": make_checkpoint("llama-even", "bfloat16"),
         "native": make_checkpoint("llama"),
         "mxfp8": make_checkpoint("llama"),
         "shards": make_checkpoint("llama"),
@@ -244,6 +244,10 @@ def next_scale(t):
 
 def forget_quantization(data):
     del data["quantization_config"]
+
+
+def ask_for_fp16(data):
+    data["dtype"] = "float16"
 
 
 def rename(old, new):
@@ -349,6 +353,7 @@ FAULTS = {
     "a NaN element": ("mxfp8", put(f"{Q0}.weight", 5, 0x7F), "values", Q0),
     "a NaN in a norm": ("native", put("model.norm.weight", 5, float("nan")), "values", "model.norm"),
     "fused projections that differ": ("nvfp4", put(f"{K0}.weight_global_scale", 0, 1000.0), "groups", "k_proj 1000"),
+    "a dtype that its products do not have": ("nvfp4", edit_json("config.json", ask_for_fp16), "load", "same dtype"),
     "a head stored beside its twin": ("tied", tensors(store_twice), "tied", "second time"),
 }
 # Those that only a comparison with the source can find.

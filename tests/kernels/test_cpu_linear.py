@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 import mxquant
-import mxquant.ops.operators
 from mxquant.codec.qtensor import QTensor
+from mxquant.ops.backends import explain
 from mxquant.schemes.formats import PRESETS, QuantScheme
 
 L = pytest.importorskip("mxquant.kernels.cpu.library")
@@ -49,7 +49,11 @@ def weight(n: int, k: int, scheme: QuantScheme, seed: int = 0) -> QTensor:
 
 
 def exact(x: torch.Tensor, q: QTensor, bias: torch.Tensor | None) -> torch.Tensor:
-    dense = q.dequantize(torch.float64) if q.global_scale is None else q.dequantize(torch.float32).double()
+    dense = (
+        mxquant.dequantize(q, torch.float64)
+        if q.global_scale is None
+        else mxquant.dequantize(q, torch.float32).double()
+    )
     return F.linear(x.double(), dense, None if bias is None else bias.double())
 
 
@@ -70,10 +74,7 @@ def assert_close(y: torch.Tensor, x: torch.Tensor, q: QTensor, bias: torch.Tenso
 def test_any_number_of_rows_is_as_exact_as_its_dtype_allows(scheme, dtype, level):
     g = torch.Generator().manual_seed(1)
     q = weight(70, 272, scheme)
-    assert (
-        mxquant.ops.operators.explain("linear", torch.empty(1, 272, dtype=dtype), q.shape, scheme, device_type="cpu").by
-        == "cpu"
-    )
+    assert explain("linear", torch.empty(1, 272, dtype=dtype), q.shape, scheme, device_type="cpu").by == "cpu"
     for m in (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 31, 64):
         x = torch.randn(m, 272, generator=g).to(dtype)
         bias = torch.randn(70, generator=g).to(dtype) if m % 2 else None
@@ -91,7 +92,7 @@ def test_edges_are_handled(k, level):
                     x = torch.randn(m, k, generator=g).to(dtype)
                     true = exact(x, q, None)
                     # Short sums may cancel: errors are measured against the terms.
-                    bound = x.double().abs() @ q.dequantize(torch.float32).double().abs().T
+                    bound = x.double().abs() @ mxquant.dequantize(q, torch.float32).double().abs().T
                     eps = 1e-5 if dtype == torch.float32 else 2.0**-8
                     assert ((mxquant.linear(x, q).double() - true).abs() <= eps * bound + 1e-30).all()
 
@@ -116,7 +117,7 @@ def test_every_scale_code_means_what_the_reference_says(scale, block, level):
     codes = q.scale.view(torch.uint8).clone()
     codes[:, -1] = torch.arange(256, dtype=torch.uint8)
     q = QTensor(q.packed, codes.view(q.scale.dtype), None, q.shape, scheme)
-    dense = q.dequantize(torch.float32).double()
+    dense = mxquant.dequantize(q, torch.float32).double()
     not_numbers, moderate = dense.isnan().any(1), dense.abs().amax(1) < 1e36
     assert not_numbers.any()
     assert moderate.sum() > 100
@@ -198,7 +199,7 @@ class _Rows(torch.utils.data.Dataset):
 
     def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         x = torch.full((self.q.shape[1],), float(i + 1))
-        return mxquant.linear(x, self.q), mxquant.quantize(self.q.dequantize(), self.q.scheme).packed
+        return mxquant.linear(x, self.q), mxquant.quantize(mxquant.dequantize(self.q), self.q.scheme).packed
 
 
 def test_kernels_work_in_forked_workers_after_they_ran_with_threads():
@@ -265,12 +266,12 @@ def test_compiled_models_call_the_kernels():
 
 def test_operators_pass_the_checks_of_torch_library():
     q = weight(8, 32, QuantScheme(global_scale=True))  # opcheck does not know float8
-    shape, spec = list(q.shape), q.scheme.spec
+    shape, spec = list(q.shape), q.scheme.text
     x = torch.randn(2, 32, requires_grad=True)
     parts = (q.packed, q.scale, q.global_scale)
     torch.library.opcheck(torch.ops.mxquant.linear, (x, *parts, None, shape, spec))
     torch.library.opcheck(torch.ops.mxquant.dequantize, (*parts, shape, spec, torch.bfloat16))
-    torch.library.opcheck(torch.ops.mxquant.quantize, (torch.randn(8, 32), QuantScheme().spec, 0, "w", None))
+    torch.library.opcheck(torch.ops.mxquant.quantize, (torch.randn(8, 32), QuantScheme().text, 0, "w", None))
 
 
 def test_gradients_are_those_of_the_dense_layer(level):
@@ -279,7 +280,7 @@ def test_gradients_are_those_of_the_dense_layer(level):
     mxquant.linear(x, q, bias).square().sum().backward()
     ours = x.grad.clone(), bias.grad.clone()
     x.grad = bias.grad = None
-    F.linear(x, q.dequantize(), bias).square().sum().backward()
+    F.linear(x, mxquant.dequantize(q), bias).square().sum().backward()
     for a, b in zip(ours, (x.grad, bias.grad), strict=True):
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-5)
 

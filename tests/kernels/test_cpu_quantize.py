@@ -11,10 +11,12 @@ import pytest
 import torch
 
 import mxquant
-import mxquant.ops.operators
 from mxquant.codec.qtensor import QTensor
 from mxquant.codec.rounding import QuantStats, RowQuantizer
 from mxquant.errors import WeightError
+from mxquant.kernels.cpu.backend import CpuBackend
+from mxquant.ops.backends import backend, explain
+from mxquant.ops.operators import quantize_rows
 from mxquant.schemes.formats import ELEMENTS, SCALES, QuantScheme
 
 L = pytest.importorskip("mxquant.kernels.cpu.library")
@@ -80,7 +82,7 @@ def assert_same(a: QTensor, b: QTensor) -> None:
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=by_name)
 def test_every_rule_gives_the_bytes_of_the_reference(scheme, level, reference):
-    assert mxquant.ops.operators.explain("quantize", weight(8, 8), scheme, device_type="cpu").by == "cpu"
+    assert explain("quantize", weight(8, 8), (8, 8), scheme, device_type="cpu").by == "cpu"
     for dtype in DTYPES:
         w = weight(9, 200, dtype=dtype)
         assert_same(mxquant.quantize(w, scheme), reference(mxquant.quantize, w, scheme))
@@ -107,7 +109,7 @@ def test_every_length_of_a_row_gives_the_bytes_of_the_reference(columns, level, 
             q = mxquant.quantize(w, scheme)
             assert_same(q, reference(mxquant.quantize, w, scheme))
             for out in DTYPES:
-                assert torch.equal(q.dequantize(out), reference(q.dequantize, out))
+                assert torch.equal(mxquant.dequantize(q, out), reference(mxquant.dequantize, q, out))
 
 
 @pytest.mark.parametrize("scale", CODED)
@@ -142,7 +144,7 @@ def test_extreme_global_scales_give_the_bytes_of_the_reference(g, level, referen
             q = mxquant.quantize(w, scheme, global_scale=given)
             assert_same(q, reference(mxquant.quantize, w, scheme, global_scale=given))
             for dtype in DTYPES:
-                ours, theirs = q.dequantize(dtype), reference(q.dequantize, dtype)
+                ours, theirs = mxquant.dequantize(q, dtype), reference(mxquant.dequantize, q, dtype)
                 assert torch.equal(ours.nan_to_num(9.0), theirs.nan_to_num(9.0))
 
 
@@ -187,7 +189,7 @@ def test_threads_do_not_change_the_bytes(level):
             for threads in (1, 2, 5):
                 torch.set_num_threads(threads)
                 made.append(mxquant.quantize(w, scheme))
-                made[-1].dense = made[-1].dequantize(torch.bfloat16)
+                made[-1].dense = mxquant.dequantize(made[-1], torch.bfloat16)
             for other in made[1:]:
                 assert_same(made[0], other)
                 assert torch.equal(made[0].dense, other.dense)
@@ -210,7 +212,9 @@ def test_the_first_number_that_is_not_finite_is_named(value, level):
 def test_statistics_are_those_of_the_reference(scheme, level, reference):
     def stats(w: torch.Tensor) -> QuantStats:
         g = torch.tensor([100.0]) if scheme.global_scale else None
-        job = RowQuantizer(w, scheme, seed=0, name="w", global_scale=g, with_stats=True, chunk_elements=1 << 12)
+        job = RowQuantizer(
+            w, scheme, seed=0, name="w", global_scale=g, with_stats=True, chunk_elements=1 << 12, quantize=quantize_rows
+        )
         return sum((job(start).stats for start in job.starts), QuantStats())
 
     for dtype in DTYPES:
@@ -230,14 +234,14 @@ def test_every_element_format_dequantizes_to_the_bytes_of_the_reference(element,
             scheme = QuantScheme(element, scale, block, with_global, SCALES[scale].rules[0])
             q = mxquant.quantize(weight(*shape), scheme)
             for dtype in DTYPES:
-                ours, theirs = q.dequantize(dtype), reference(q.dequantize, dtype)
+                ours, theirs = mxquant.dequantize(q, dtype), reference(mxquant.dequantize, q, dtype)
                 assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
 def test_large_and_unaligned_results_are_dequantized_right(level, reference):
     q = mxquant.quantize(weight(2050, 2056, dtype=torch.bfloat16), QuantScheme())
     for dtype in DTYPES:
-        assert torch.equal(q.dequantize(dtype), reference(q.dequantize, dtype))
+        assert torch.equal(mxquant.dequantize(q, dtype), reference(mxquant.dequantize, q, dtype))
 
 
 def test_flushing_subnormals_changes_nothing(level, reference):
@@ -249,15 +253,15 @@ def test_flushing_subnormals_changes_nothing(level, reference):
     expected = [
         reference(mxquant.quantize, w, s, global_scale=None if not s.global_scale else torch.ones(1)) for s in schemes
     ]
-    dense = [reference(q.dequantize, torch.float32) for q in expected]
-    from mxquant.kernels.cpu import backend
+    dense = [reference(mxquant.dequantize, q, torch.float32) for q in expected]
+    from mxquant.kernels.cpu import backend as module
 
-    backend._quant_tables.cache_clear()
-    backend._decode_table.cache_clear()
+    module._quant_tables.cache_clear()
+    module._decode_table.cache_clear()
     assert torch.set_flush_denormal(True)
     try:
         made = [mxquant.quantize(w, s, global_scale=None if not s.global_scale else torch.ones(1)) for s in schemes]
-        back = [q.dequantize(torch.float32) for q in made]
+        back = [mxquant.dequantize(q, torch.float32) for q in made]
     finally:
         torch.set_flush_denormal(False)
     for q, e, b, d in zip(made, expected, back, dense, strict=True):
@@ -273,26 +277,24 @@ def test_what_no_kernel_serves_is_left_to_the_reference_and_said():
         (QuantScheme(block=(16, 1)), "blocks are 16x1"),
     ):
         w = weight(8, 64)
-        assert mxquant.ops.operators.explain("quantize", w, scheme, device_type="cpu") == ("reference", why)
+        assert explain("quantize", w, (8, 64), scheme, device_type="cpu") == ("reference", why)
         assert mxquant.quantize(w, scheme).shape == (8, 64)
     q = mxquant.quantize(weight(8, 64), QuantScheme())
-    wide = mxquant.ops.operators.explain(
-        "dequantize", q.packed, q.scale, q.shape, q.scheme, torch.float64, device_type="cpu"
-    )
+    wide = explain("dequantize", q.packed, q.shape, q.scheme, dtype=torch.float64, device_type="cpu")
     assert "torch.float64" in wide.why
 
 
 def test_an_environment_variable_turns_kernels_off(reference):
-    served = reference(mxquant.ops.operators.explain, "quantize", weight(8, 64), QuantScheme(), device_type="cpu")
+    served = reference(explain, "quantize", weight(8, 64), (8, 64), QuantScheme(), device_type="cpu")
     assert served == ("reference", "MXQUANT_KERNELS=reference")
-    assert reference(mxquant.ops.operators.backend, "cpu") is None
-    assert mxquant.ops.operators.backend("cpu").__name__ == "mxquant.kernels.cpu.backend"
+    assert reference(backend, "cpu") is None
+    assert isinstance(backend("cpu"), CpuBackend)
 
 
 @pytest.mark.parametrize("work", ["quantize", "dequantize fp4", "dequantize fp8"])
 def test_tables_live_as_long_as_a_kernel_reads_them(work, monkeypatch):
     """Two threads may miss a cache of tables at once. It keeps one result; the other thread has only its own."""
-    from mxquant.kernels.cpu import backend
+    from mxquant.kernels.cpu import backend as module
 
     made = []
 
@@ -305,7 +307,7 @@ def test_tables_live_as_long_as_a_kernel_reads_them(work, monkeypatch):
         return make
 
     for name in ("_quant_tables", "_decode_table", "element_table"):
-        monkeypatch.setattr(backend, name, uncached(getattr(backend, name)))
+        monkeypatch.setattr(module, name, uncached(getattr(module, name)))
 
     def watched(function):
         def call(job):
@@ -322,7 +324,9 @@ def test_tables_live_as_long_as_a_kernel_reads_them(work, monkeypatch):
     functions |= {name: watched(getattr(library, name)) for name in ("mxq_quantize", "mxq_dequantize")}
     monkeypatch.setattr(L, "library", lambda: SimpleNamespace(**functions))
     if work == "quantize":
-        assert backend.quantize(weight(8, 64), scheme, 0, None) is not None
+        assert CpuBackend().quantize(weight(8, 64), scheme, 0, None) is not None
     else:
-        assert torch.equal(backend.dequantize(q.packed, q.scale, None, (8, 64), scheme, torch.float32), q.dequantize())
+        assert torch.equal(
+            CpuBackend().dequantize(q.packed, q.scale, None, (8, 64), scheme, torch.float32), mxquant.dequantize(q)
+        )
     assert not made

@@ -11,12 +11,13 @@ import os
 import pytest
 import torch
 
-import mxquant.ops.operators  # noqa: F401  (QTensor.dequantize calls an operator)
 from mxquant.codec.qtensor import QTensor, dequantize_parts
 from mxquant.codec.rng import derive_key
 from mxquant.codec.rounding import quantize_tensor
-from mxquant.kernels.triton import backend
+from mxquant.kernels.triton.backend import TritonBackend
 from mxquant.schemes.formats import ROUNDINGS, SCALES, QuantScheme
+
+backend = TritonBackend()
 
 pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter"),
@@ -265,7 +266,7 @@ def test_activations_are_quantized_then_multiplied_by_tensor_cores(text, dtype):
     scheme = QuantScheme.parse(text)
     x, bias = weight((2 * 9, 320)).view(2, 9, 320).to(dtype), torch.randn(70).to(dtype)
     w = quantized(scheme, (70, 320))
-    assert backend.why_not_quantized_linear(x, w.shape, scheme, scheme, False) is None
+    assert backend.why_not("quantized_linear", x, w.shape, scheme, activations=scheme) is None
     y = backend.quantized_linear(x, w.packed, w.scale, w.global_scale, bias, w.shape, scheme, scheme)
     rounded = quantize_tensor(x.view(-1, 320), scheme).dequantize().double()
     assert_close(y.view(-1, 70), rounded @ w.dequantize().double().T + bias.double())
@@ -290,7 +291,7 @@ def test_formats_that_tensor_cores_do_not_multiply_are_told_apart():
         (nvfp4, QuantScheme.parse("nvfp4/32"), False),
         (nvfp4, nvfp4, True),
     ):
-        assert backend.why_not_quantized_linear(x, (16, 64), weights, activations, per_token)
+        assert backend.why_not("quantized_linear", x, (16, 64), weights, activations=activations, per_token=per_token)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])

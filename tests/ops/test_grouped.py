@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mxquant
-from mxquant.kernels.triton import backend
+from mxquant.kernels.triton.backend import TritonBackend
 from mxquant.ops.grouped import grouped_linear
 from mxquant.schemes.formats import QuantScheme
 
@@ -26,7 +26,7 @@ def implementation(request):
         pytest.skip("needs Triton's interpreter")
 
     def run(x, ends, packed, scale, global_scale, scheme, *, columns, bias=None):
-        return backend.grouped_linear(x, ends, packed, scale, global_scale, bias, scheme)
+        return TritonBackend().grouped_linear(x, ends, packed, scale, global_scale, bias, scheme)
 
     return run
 
@@ -68,7 +68,7 @@ def test_it_is_an_operator_with_the_gradients_of_its_experts():
     x, bias = normal(9, COLUMNS).requires_grad_(), normal(4, ROWS, seed=8).requires_grad_()
     shape = [4, ROWS, COLUMNS]
     checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
-    arguments = (x, ends_of(counts), *parts, bias, shape, scheme.spec)
+    arguments = (x, ends_of(counts), *parts, bias, shape, scheme.text)
     torch.library.opcheck(torch.ops.mxquant.grouped_linear, arguments, test_utils=checks)
     grad = normal(9, ROWS, seed=5)
     (grouped_linear(x, ends_of(counts), *parts, scheme, columns=COLUMNS, bias=bias) * grad).sum().backward()

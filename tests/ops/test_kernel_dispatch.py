@@ -9,9 +9,8 @@ import torch
 
 import mxquant
 from mxquant.errors import WeightError
-from mxquant.kernels.triton import backend as triton_backend
 from mxquant.nn.quant_linear import QuantLinear
-from mxquant.ops import operators as ops
+from mxquant.ops import backends
 from mxquant.schemes.formats import QuantScheme
 
 SCHEME = QuantScheme(scale="ue5m3", block=16)
@@ -39,13 +38,13 @@ def arguments(q: mxquant.QTensor) -> tuple:
 
 
 def count(monkeypatch: pytest.MonkeyPatch, name: str) -> list[int]:
-    calls, original = [], getattr(triton_backend, name)
+    calls, original = [], getattr(backends.BACKENDS["cuda"], name)
 
     def counted(*args):
         calls.append(1)
         return original(*args)
 
-    monkeypatch.setattr(triton_backend, name, counted)
+    monkeypatch.setattr(backends.BACKENDS["cuda"], name, counted)
     return calls
 
 
@@ -61,7 +60,7 @@ def test_operators_give_the_same_through_the_kernels(triton, monkeypatch, scheme
         leaf, bias = x.clone().requires_grad_(), torch.ones(SHAPE[0]).requires_grad_()
         y = mxquant.linear(leaf, q, bias)
         y.square().sum().backward()
-        results.append((q.packed, q.scale.view(torch.uint8), q.dequantize(), y, leaf.grad, bias.grad))
+        results.append((q.packed, q.scale.view(torch.uint8), mxquant.dequantize(q), y, leaf.grad, bias.grad))
     assert all(len(c) == 1 for c in calls)
     for ours, reference in zip(*results, strict=True):
         assert (ours.double() - reference.double()).norm() <= 1e-5 * reference.double().norm()
@@ -72,12 +71,12 @@ def test_operators_give_the_same_through_the_kernels(triton, monkeypatch, scheme
 @pytest.mark.parametrize("kernels", ["triton", "reference"])
 def test_operators_pass_opcheck(monkeypatch, q, kernels):
     monkeypatch.setenv("MXQUANT_KERNELS", kernels)
-    o, spec, shape = torch.ops.mxquant, SCHEME.spec, list(SHAPE)
+    o, spec, shape = torch.ops.mxquant, SCHEME.text, list(SHAPE)
     x, bias = torch.randn(2, SHAPE[1], requires_grad=True), torch.randn(SHAPE[0], requires_grad=True)
     nvfp4 = QuantScheme.preset("nvfp4")
     for operator, args in (
         (o.quantize, (torch.randn(SHAPE), spec, 0, "w", None)),
-        (o.quantize, (torch.randn(SHAPE), nvfp4.spec, 0, "w", None)),
+        (o.quantize, (torch.randn(SHAPE), nvfp4.text, 0, "w", None)),
         (o.dequantize, (*arguments(q), shape, spec, torch.bfloat16)),
         (o.linear, (x, *arguments(q), bias, shape, spec)),
         (o.linear, (x[0], *arguments(q), None, shape, spec)),
@@ -104,12 +103,12 @@ def test_a_layer_compiles_without_graph_breaks_and_trains(triton, q):
 
 def test_the_reference_can_be_forced_and_other_words_are_refused(monkeypatch):
     monkeypatch.setenv("MXQUANT_KERNELS", "reference")
-    assert ops.backend("cuda") is None
-    served = ops.explain("linear", torch.empty(1, 96, device="meta"), SHAPE, SCHEME, device_type="cuda")
+    assert backends.backend("cuda") is None
+    served = backends.explain("linear", torch.empty(1, 96, device="meta"), SHAPE, SCHEME, device_type="cuda")
     assert served == ("reference", "MXQUANT_KERNELS=reference")
     monkeypatch.setenv("MXQUANT_KERNELS", "fast")
     with pytest.raises(ValueError, match="choose from reference"):
-        ops.backend("cuda")
+        backends.backend("cuda")
 
 
 @pytest.mark.parametrize(
@@ -124,7 +123,7 @@ def test_the_reference_can_be_forced_and_other_words_are_refused(monkeypatch):
     ],
 )
 def test_explain_names_the_kernel_or_the_rule_against_it(scheme, rows, by, why):
-    served = ops.explain("linear", torch.empty(rows, 96, device="meta"), SHAPE, scheme, device_type="cuda")
+    served = backends.explain("linear", torch.empty(rows, 96, device="meta"), SHAPE, scheme, device_type="cuda")
     assert served.by == by
     assert why in served.why
 
@@ -132,10 +131,10 @@ def test_explain_names_the_kernel_or_the_rule_against_it(scheme, rows, by, why):
 def test_explain_knows_the_rules_of_quantize():
     w = torch.empty(SHAPE, device="meta")
     odd = QuantScheme(scale="ue5m3", block=24)
-    assert "powers of two" in ops.explain("quantize", w, odd, device_type="cuda").why
-    assert "contiguous" in ops.explain("quantize", w.T, SCHEME, device_type="cuda").why
-    assert ops.explain("quantize", w, SCHEME, device_type="cuda").by == "triton"
-    assert ops.explain("quantize", w, SCHEME, device_type="mps") == (
+    assert "powers of two" in backends.explain("quantize", w, SHAPE, odd, device_type="cuda").why
+    assert "contiguous" in backends.explain("quantize", w.T, SHAPE[::-1], SCHEME, device_type="cuda").why
+    assert backends.explain("quantize", w, SHAPE, SCHEME, device_type="cuda").by == "triton"
+    assert backends.explain("quantize", w, SHAPE, SCHEME, device_type="mps") == (
         "reference",
         "there are no kernels for mps tensors",
     )
@@ -151,7 +150,7 @@ def served_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, q
 
 def linear(x, q, packed=None, scale=None, bias=None, shape=SHAPE):
     packed, scale = q.packed if packed is None else packed, q.scale if scale is None else scale
-    return torch.ops.mxquant.linear(x, packed, scale, None, bias, list(shape), SCHEME.spec)
+    return torch.ops.mxquant.linear(x, packed, scale, None, bias, list(shape), SCHEME.text)
 
 
 def test_calls_that_make_no_sense_are_refused_whoever_would_serve_them(served_by, q):
@@ -171,7 +170,7 @@ def test_calls_that_make_no_sense_are_refused_whoever_would_serve_them(served_by
     with pytest.raises(ValueError, match="move them to one device"):
         linear(x.to("meta"), q)
     with pytest.raises(ValueError, match="does not fit"):
-        torch.ops.mxquant.linear_grad(x, q.packed, q.scale, None, list(SHAPE), SCHEME.spec)
+        torch.ops.mxquant.linear_grad(x, q.packed, q.scale, None, list(SHAPE), SCHEME.text)
     bad = torch.randn(SHAPE)
     bad[3, 5] = torch.nan
     with pytest.raises(WeightError, match="row 3, column 5"):
@@ -186,7 +185,7 @@ def test_packed_bytes_that_are_not_contiguous_give_the_right_answer(served_by, q
     scale = torch.stack([q.scale, q.scale], -1)[..., 0]
     assert not apart.is_contiguous()
     torch.testing.assert_close(linear(x, q, packed=apart, scale=scale), linear(x, q))
-    dense = torch.ops.mxquant.dequantize(apart, scale, None, list(SHAPE), SCHEME.spec, torch.float32)
+    dense = torch.ops.mxquant.dequantize(apart, scale, None, list(SHAPE), SCHEME.text, torch.float32)
     assert torch.equal(dense, q.dequantize())
 
 

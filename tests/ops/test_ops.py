@@ -60,15 +60,15 @@ def opcheck(op, arguments) -> None:  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize("scheme", SOME, ids=name_of)
 def test_quantize_passes_opcheck(scheme):
     w = normal(9, 37).bfloat16()
-    opcheck(OPS.quantize, (w, scheme.spec, 0, "w", None))
+    opcheck(OPS.quantize, (w, scheme.text, 0, "w", None))
     if scheme.global_scale:
-        opcheck(OPS.quantize, (w.t(), scheme.spec, 3, "w", torch.tensor(300.0)))
+        opcheck(OPS.quantize, (w.t(), scheme.text, 3, "w", torch.tensor(300.0)))
 
 
 @pytest.mark.parametrize("scheme", SOME, ids=name_of)
 def test_dequantize_passes_opcheck(scheme):
     q = make(scheme, 9, 37)
-    opcheck(OPS.dequantize, (q.packed, q.scale, q.global_scale, list(q.shape), scheme.spec, torch.bfloat16))
+    opcheck(OPS.dequantize, (q.packed, q.scale, q.global_scale, list(q.shape), scheme.text, torch.bfloat16))
 
 
 @pytest.mark.parametrize("scheme", SOME, ids=name_of)
@@ -79,7 +79,7 @@ def test_linear_passes_opcheck_with_gradients(scheme):
     for x in inputs:
         x = x.detach().requires_grad_()
         bias = normal(9).to(x.dtype).requires_grad_() if x.ndim != 3 else None
-        opcheck(OPS.linear, (x, q.packed, q.scale, q.global_scale, bias, list(q.shape), scheme.spec))
+        opcheck(OPS.linear, (x, q.packed, q.scale, q.global_scale, bias, list(q.shape), scheme.text))
 
 
 def test_fake_results_have_the_shapes_and_dtypes_of_real_ones():
@@ -87,9 +87,9 @@ def test_fake_results_have_the_shapes_and_dtypes_of_real_ones():
 
     for scheme in PAIRS:
         w = normal(10, 37)
-        real = OPS.quantize(w, scheme.spec, 0, "w", None)
+        real = OPS.quantize(w, scheme.text, 0, "w", None)
         with FakeTensorMode() as mode:
-            fake = OPS.quantize(mode.from_tensor(w), scheme.spec, 0, "w", None)
+            fake = OPS.quantize(mode.from_tensor(w), scheme.text, 0, "w", None)
         for a, b in zip(real, fake, strict=True):
             assert (a is None) == (b is None)
             assert a is None or (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
@@ -250,7 +250,7 @@ def test_linear_refuses_what_does_not_fit(change, message):
     arguments = {"x": torch.zeros(3, 72), "bias": None, **change}
     with pytest.raises((TypeError, ValueError), match=message):
         OPS.linear.default(
-            arguments["x"], q.packed, q.scale, q.global_scale, arguments["bias"], [24, 72], q.scheme.spec
+            arguments["x"], q.packed, q.scale, q.global_scale, arguments["bias"], [24, 72], q.scheme.text
         )
 
 
@@ -270,9 +270,9 @@ def test_operators_refuse_parts_that_do_not_belong_together(op, change, message)
     q = make(PRESETS["nvfp4"])
     parts = list({"packed": q.packed, "scale": q.scale, "global_scale": q.global_scale, **change}.values())
     if op == "linear":
-        call = functools.partial(OPS.linear, torch.zeros(3, 72), *parts, None, [24, 72], q.scheme.spec)
+        call = functools.partial(OPS.linear, torch.zeros(3, 72), *parts, None, [24, 72], q.scheme.text)
     else:
-        call = functools.partial(OPS.dequantize, *parts, [24, 72], q.scheme.spec, torch.float32)
+        call = functools.partial(OPS.dequantize, *parts, [24, 72], q.scheme.text, torch.float32)
     with pytest.raises(ValueError, match=message):
         call()
 

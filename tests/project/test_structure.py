@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 import mxquant
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,9 +25,9 @@ LAYERS = (
     ("errors",),
     ("bundled", "schemes"),
     ("codec",),
+    ("checkpoint", "kernels"),
     ("ops",),
-    ("kernels",),
-    ("checkpoint", "nn", "theory"),
+    ("nn", "theory"),
     ("transformers",),
     ("convert", "training"),
     ("_autoload", "analysis"),
@@ -100,8 +102,28 @@ def resolve(package: str, name: str) -> str:
     return mxquant._EXPORTS.get(name, package) if package == "mxquant" else package
 
 
-# `mxquant/__init__.py` re-exports names of every layer, lazily.
+def imports_by_name(module: str, tree: ast.Module) -> Iterator[Import]:
+    """Modules of ours that a module may import by a string: those that strings in it name, where it imports so."""
+    if not any(_name(node) in ("import_module", "__import__") for node in ast.walk(tree)):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            built = node.value.startswith("mxquant.") and node.value.endswith(".")  # of a name made in pieces
+            for name in SOURCES if built else (node.value,):
+                if name in SOURCES and name.startswith(node.value):
+                    yield Import(module, name, node.lineno)
+
+
+def _name(node: ast.AST) -> str | None:
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else None
+
+
+# `mxquant/__init__.py` re-exports names of every layer, and `cli/main.py` names every command, lazily.
+LAZY = ("mxquant", "mxquant.cli.main")
 IMPORTS = [i for module in SOURCES if module != "mxquant" for i in imports_of(module)]
+IMPORTS += [i for module in SOURCES if module not in LAZY for i in imports_by_name(module, TREES[module])]
 
 
 def unit(module: str) -> str:
@@ -136,6 +158,20 @@ def test_no_module_imports_itself_in_a_circle():
             break
         edges = kept
     assert not sorted(edges), "these modules import each other"
+
+
+@pytest.mark.parametrize(
+    "line", ['importlib.import_module("mxquant.nn.quant_linear")', 'import_module(f"mxquant.nn.{name}")']
+)
+def test_imports_by_a_string_are_seen(line):
+    found = imports_by_name("mxquant.codec.qtensor", ast.parse(line))
+    assert "mxquant.nn.quant_linear" in [i.name for i in found]
+    assert not list(imports_by_name("mxquant.codec.qtensor", ast.parse('print("mxquant.nn.quant_linear")')))
+
+
+def test_the_codec_and_the_readers_of_files_need_no_operators():
+    modules = "mxquant.checkpoint.formats.gpt_oss, mxquant.codec.dynamic"
+    assert not [m for m in imported_by(f"import {modules}") if m.startswith(("mxquant.ops", "mxquant.kernels"))]
 
 
 def test_packages_are_imported_only_where_they_belong():

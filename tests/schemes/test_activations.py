@@ -109,7 +109,7 @@ def test_no_tokens_at_all_are_fine():
 
 def test_operator_passes_opcheck_and_its_gradient_passes_through():
     x = normal(3, 32).requires_grad_()
-    torch.library.opcheck(torch.ops.mxquant.quantize_activations, (x, QuantScheme().spec, False))
+    torch.library.opcheck(torch.ops.mxquant.quantize_activations, (x, QuantScheme().text, False))
     weight = normal(3, 32, seed=1)
     (ops.quantize_activations(x, ActivationScheme.parse("ue5m3/16")) * weight).sum().backward()
     assert torch.equal(x.grad, weight)
@@ -119,7 +119,7 @@ def test_operator_passes_opcheck_and_its_gradient_passes_through():
 def test_product_is_an_operator_whose_gradient_is_that_of_the_weight(text):
     scheme, q = ActivationScheme.parse(text), mxquant.quantize(normal(8, 32, sigma=0.1), QuantScheme())
     x, bias = normal(3, 32).requires_grad_(), normal(8, seed=2).requires_grad_()
-    parts = (q.packed, q.scale, None, bias, [8, 32], q.scheme.spec, scheme.scheme.spec, scheme.per_token)
+    parts = (q.packed, q.scale, None, bias, [8, 32], q.scheme.text, scheme.scheme.text, scheme.per_token)
     torch.library.opcheck(torch.ops.mxquant.quantized_linear, (x, *parts))
     grad = normal(3, 8, seed=3)
     (ops.quantized_linear(x, q, scheme, bias) * grad).sum().backward()
@@ -149,7 +149,7 @@ def test_recipe_says_what_each_layer_takes():
     assert recipe.activations_for(QuantScheme.preset("mxfp8")) == ActivationScheme(QuantScheme.preset("mxfp8"))
     assert QuantRecipe.from_dict(recipe.to_dict()) == recipe
     other = QuantRecipe.from_dict({"default": "ue5m3/32x32", "activations": "ue5m3/16", "kv_cache": "e4m3+token/16"})
-    assert other.activations_for(QuantScheme(block=(32, 32))) == ActivationScheme(QuantScheme())
+    assert other.activations_for(QuantScheme(block=(32, 32))) == ActivationScheme(QuantScheme(scale_rule="absmax"))
     assert QuantRecipe.from_dict(other.to_dict()) == other
 
 

@@ -28,7 +28,6 @@ from mxquant.schemes.formats import (
     QuantScheme,
     packed_row_bytes,
     parse_block,
-    scheme_from_spec,
 )
 
 UE5M3 = FormatInfo(
@@ -172,9 +171,9 @@ def all_schemes():
 def test_names_and_specs_tell_every_scheme_apart():
     schemes = list(all_schemes())
     assert len(schemes) > 800
-    assert len({s.name for s in schemes}) == len({s.spec for s in schemes}) == len(set(schemes)) == len(schemes)
+    assert len({s.name for s in schemes}) == len({s.text for s in schemes}) == len(set(schemes)) == len(schemes)
     for scheme in schemes:
-        assert scheme_from_spec(scheme.spec) == scheme
+        assert QuantScheme.parse(scheme.text) == scheme
         assert QuantScheme.from_dict(scheme.to_dict()) == scheme
 
 

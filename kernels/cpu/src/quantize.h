@@ -277,9 +277,25 @@ class Band {
       signal = F::fma(v, v, signal);
       saturated += F::count_greater(F::abs(v), limit);
     }
-    job_.error += F::sum(error);
-    job_.signal += F::sum(signal);
+    // Squares of what is very small or very large leave the range of fp32.
+    const float total = F::sum(signal), lost = F::sum(error);
+    if (total > 0x1p-80f && total < 0x1p120f && lost < 0x1p120f) {
+      job_.error += lost;
+      job_.signal += total;
+    } else {
+      element_stats_in_double(x, n, codes, packed);
+    }
     job_.saturated += saturated;
+  }
+
+  void element_stats_in_double(const W* x, int n, const uint8_t* codes, const uint8_t* packed) {
+    static constexpr double values[8] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
+    for (int i = 0; i < n; i++) {
+      const double v = magnitude(x[i]), scale = job_.tables->effective[codes[i >> shift_]];
+      const double e = values[(packed[i / 2] >> (i % 2 * 4)) & 7] * scale - v;
+      job_.error += e * e;
+      job_.signal += v * v;
+    }
   }
 
   void scale_stats(const float* amax, int n, const uint8_t* codes) {

@@ -9,11 +9,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from mxquant.checkpoint.formats.base import Layout, PackedFormat, UnknownFormatError, weights_of
+from mxquant.checkpoint.formats.packed import GLOBAL_SCALE, PACKED, SCALE, PackedWeight
+from mxquant.checkpoint.headers import Tensors
 from mxquant.errors import CheckpointError
+from mxquant.schemes.activations import ActivationScheme
 from mxquant.schemes.formats import QuantScheme
 
 QUANT_METHOD = "compressed-tensors"
@@ -52,7 +58,7 @@ def build_config(scheme: QuantScheme, ignore: Iterable[str]) -> dict[str, Any]:
     """The ``quantization_config`` of a model whose linear layers, but those named, have ``scheme``."""
     name = format_name(scheme)
     if name is None:
-        raise ValueError(f"compressed-tensors has no format for {scheme.name}")
+        raise ValueError(f"compressed-tensors has no format for {scheme.text}")
     nvfp4 = scheme.global_scale
     weights = {
         "num_bits": 4,
@@ -106,15 +112,113 @@ def ignored(names: Mapping[str, str], quantized: Iterable[str]) -> list[str]:
     return found
 
 
-def parse_config(config: dict[str, Any]) -> QuantScheme:
-    """The scheme of a compressed-tensors checkpoint with packed FP4 weights.
+class CompressedTensorsFormat(PackedFormat):
+    """NVFP4 and MXFP4 of compressed-tensors, each layer in the format of the group of the config that targets it."""
 
-    Raises ``CheckpointError`` for every other kind of compressed-tensors checkpoint.
-    """
-    groups = config.get("config_groups") or {}
-    names = {str(config.get("format"))} | {g["format"] for g in groups.values() if g.get("format")}
-    names.discard("mixed-precision")
-    if len(names) != 1 or names - set(SCHEMES):
-        kinds = ", ".join(sorted(names))
-        raise CheckpointError(f"compressed-tensors format {kinds} is not supported; only {', '.join(SCHEMES)}")
-    return SCHEMES[names.pop()]
+    method = QUANT_METHOD
+    suffixes = MappingProxyType({PACKED: "_packed", SCALE: "_scale", GLOBAL_SCALE: "_global_scale"})
+    readers = ("vLLM", "SGLang", "transformers")
+
+    def read(self, config: dict[str, Any], tensors: Tensors, prefix: str = "") -> Layout:
+        formats = _formats(config)
+        if formats and not formats & set(SCHEMES):
+            raise _unknown(formats)
+        groups = _groups(config)
+        ignore = [str(name) for name in config.get("ignore") or ()]
+        layout = Layout(self)
+        layout.must_be_dense = lambda module: _named(module, ignore)
+        layout.must_be_packed = lambda module: not _named(module, ignore) and _group_of(module, groups) is not None
+
+        def scheme_of(module: str) -> QuantScheme | None:
+            group = _group_of(module, groups)
+            return None if group is None else _scheme_of_group(group, config)
+
+        layout.weights = list(weights_of(self, tensors, scheme_of))
+        layout.stale = _unused(ignore, tensors)
+        return layout
+
+    def why_not_dense(self, config: dict[str, Any]) -> str | None:
+        others = sorted(_formats(config) - set(SCHEMES))
+        if others:
+            return f"some of its weights are {', '.join(others)}"
+        if config.get("transform_config"):
+            return "its weights are transformed (transform_config)"
+        if (config.get("sparsity_config") or {}).get("format", "dense") != "dense":
+            return "its weights are sparse (sparsity_config)"
+        return None
+
+    def why_not_packed(self, config: dict[str, Any]) -> str | None:
+        return self.why_not_dense(config) if _formats(config) else "its config has no groups"
+
+    def why_not(self, weight: PackedWeight) -> str | None:
+        if format_name(weight.scheme) is None:
+            return "no other format holds this scheme"
+        if weight.activations:
+            return "it says what activations are rounded to as the model runs"
+        if weight.experts is not None:
+            return f"{weight.name} holds the matrices of all experts, for which compressed-tensors has no name"
+        columns = weight.shape[1]
+        if columns % weight.scheme.block_shape[1]:
+            return f"{weight.name} has {columns} input features, not a whole number of blocks"
+        if weight.transposed:
+            return f"{weight.name} is stored transposed, which compressed-tensors cannot say"
+        return None
+
+    def stored_scale(self, scale: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
+        return stored_scale(scale, scheme)
+
+    def config_block(
+        self,
+        weights: Iterable[PackedWeight],
+        *,
+        names: Iterable[str],
+        dense: Iterable[str],
+        kv_cache: ActivationScheme | None = None,
+    ) -> dict[str, Any]:
+        return build_config(next(iter(weights)).scheme, dense)
+
+
+def _formats(config: dict[str, Any]) -> set[str]:
+    """The formats of all groups."""
+    return {str(group.get("format") or config.get("format")) for group in _groups(config)}
+
+
+def _groups(config: dict[str, Any]) -> list[dict[str, Any]]:
+    found = config.get("config_groups") or {}
+    if not isinstance(found, dict) or not all(isinstance(group, dict) for group in found.values()):
+        raise CheckpointError("config_groups of the quantization_config is not an object of objects")
+    return list(found.values())
+
+
+def _unknown(formats: Iterable[str]) -> UnknownFormatError:
+    kinds = ", ".join(sorted(formats))
+    return UnknownFormatError(f"compressed-tensors format {kinds} is not supported; only {', '.join(SCHEMES)}")
+
+
+def _scheme_of_group(group: dict[str, Any], config: dict[str, Any]) -> QuantScheme:
+    name = str(group.get("format") or config.get("format"))
+    if name not in SCHEMES:
+        raise _unknown([name])
+    size = (group.get("weights") or {}).get("group_size")
+    scheme = SCHEMES[name]
+    return replace(scheme, block=size) if isinstance(size, int) else scheme
+
+
+def _group_of(module: str, groups: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The group that targets a linear layer: by name or pattern, else by class."""
+    targets = [[str(target) for target in group.get("targets") or ()] for group in groups]
+    for group, names in zip(groups, targets, strict=True):
+        if _named(module, names):
+            return group
+    return next((group for group, names in zip(groups, targets, strict=True) if "Linear" in names), None)
+
+
+def _named(module: str, names: Iterable[str]) -> bool:
+    """Whether a list in compressed-tensors' manner (``re:`` starts a pattern) names a module."""
+    return any(re.match(n[3:], module) if n.startswith("re:") else n == module for n in names)
+
+
+def _unused(names: Iterable[str], tensors: Tensors) -> list[str]:
+    """Names, patterns aside, of modules that the files do not hold; a tied head has no tensor of its own."""
+    modules = {name.rpartition(".")[0] for name in tensors}
+    return [n for n in names if not n.startswith("re:") and n != "lm_head" and n not in modules]

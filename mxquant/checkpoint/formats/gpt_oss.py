@@ -1,4 +1,4 @@
-"""gpt-oss's own checkpoints, whose experts are MXFP4 (``quant_method: mxfp4``), read as if they were dense.
+"""gpt-oss's own checkpoints, whose experts are MXFP4 (``quant_method: mxfp4``), and a reader that decodes them.
 
 Of a parameter ``p``, dense ``[experts, in, out]``, the files hold ``p_blocks``, uint8
 ``[experts, out, in/32, 16]`` (two codes a byte, the even index in the low nibble), and ``p_scales``,
@@ -8,45 +8,83 @@ value is a bfloat16 number, so decoding loses nothing; one expert is decoded at 
 
 from __future__ import annotations
 
+from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-import mxquant.ops.operators  # noqa: F401  (QTensor.dequantize calls an operator)
-from mxquant.checkpoint.reader import Checkpoint, TensorInfo
+from mxquant.checkpoint.formats.base import Layout, PackedFormat
+from mxquant.checkpoint.formats.packed import PACKED, SCALE, Matrix, PackedWeight
+from mxquant.checkpoint.headers import TensorInfo, Tensors
+from mxquant.checkpoint.reader import Checkpoint
 from mxquant.codec.qtensor import QTensor
 from mxquant.errors import CheckpointError
 from mxquant.schemes.formats import QuantScheme
 
-QUANT_METHOD = "mxfp4"
-_BLOCKS, _SCALES = "_blocks", "_scales"
-_SCHEME = QuantScheme.preset("mxfp4")
+if TYPE_CHECKING:
+    from mxquant.checkpoint.formats.base import Decode
+
+_BLOCK_BYTES = 16
 
 
-def is_gpt_oss(config: dict[str, Any]) -> bool:
-    """Whether a model's config says that its experts are in this format."""
-    found = config.get("quantization_config")
-    return isinstance(found, dict) and found.get("quant_method") == QUANT_METHOD
+class GptOssFormat(PackedFormat):
+    """The experts of gpt-oss. The model is published so, and is quantized anew as if it were dense."""
+
+    method = "mxfp4"
+    suffixes = MappingProxyType({PACKED: "_blocks", SCALE: "_scales"})
+    readers = ("vLLM", "SGLang", "transformers")
+
+    def read(self, config: dict[str, Any], tensors: Tensors, prefix: str = "") -> Layout:
+        layout = Layout(self)
+        kept = [str(name) for name in config.get("modules_to_not_convert") or ()]
+        layout.must_be_dense = lambda module: any(_names_part(module, name) for name in kept)
+        for info in tensors.values():
+            name = info.name.removesuffix(self.suffixes[PACKED])
+            if name == info.name:
+                continue
+            if len(info.shape) != 4:
+                raise CheckpointError(f"{info.name} {list(info.shape)} is not [experts, out, blocks, {_BLOCK_BYTES}]")
+            experts, rows, count, half = info.shape
+            scheme, shape = QuantScheme.preset("mxfp4"), (rows, 2 * count * half)
+            weight = self.weight(name, scheme, shape, experts=experts, transposed=True)
+            parts = {
+                PACKED: replace(weight.parts[PACKED], shape=(experts, rows, count, _BLOCK_BYTES)),
+                SCALE: replace(weight.parts[SCALE], shape=(experts, rows, count)),
+            }
+            layout.weights.append(replace(weight, parts=parts))
+        return layout
+
+    def open_dense(self, folder: Path, decode: Decode) -> Checkpoint | None:
+        return GptOssCheckpoint(folder, decode)
+
+
+def _names_part(module: str, name: str) -> bool:
+    """Whether ``name`` is the module or one that holds it; ``*`` stands for anything."""
+    return fnmatch(module, name) or fnmatch(module, f"{name}.*") or module.endswith(f".{name}")
 
 
 class GptOssCheckpoint(Checkpoint):
     """``tensors`` and ``read`` give the dense bfloat16 tensors that the packed ones stand for.
 
-    Raises ``CheckpointError`` for blocks without scales and for shapes that do not fit each other.
+    ``decode(q, dtype)``: makes the dense matrix of an expert. Raises ``CheckpointError`` for blocks
+    without scales and for shapes that do not fit each other.
     """
 
-    def __init__(self, folder: Path):
+    decoded = True
+
+    def __init__(self, folder: Path, decode: Decode = QTensor.dequantize):
         super().__init__(folder)
-        self._packed: dict[str, tuple[int, int]] = {}
-        tensors = {}
-        for name, info in self.tensors.items():
-            dense = self._decoded(info)
-            if dense is not None:
-                tensors[dense.name] = dense
-            elif not (name.endswith(_SCALES) and f"{name.removesuffix(_SCALES)}{_BLOCKS}" in self.tensors):
-                tensors[name] = info
-        self.tensors = tensors
+        self._decode = decode
+        self._stored = self.tensors
+        layout = GptOssFormat().read(self.config.get("quantization_config") or {}, self._stored)
+        self._packed = {weight.name: weight for weight in layout.weights}
+        dense = {weight.parts[PACKED].name: self._dense_info(weight) for weight in layout.weights}
+        parts = layout.part_names
+        found = [dense.get(name) or info for name, info in self._stored.items() if name in dense or name not in parts]
+        self.tensors = {info.name: info for info in found}
 
     @property
     def weight_files(self) -> list[Path]:
@@ -58,24 +96,19 @@ class GptOssCheckpoint(Checkpoint):
         return torch.stack([self.read_part(name, expert) for expert in range(self.tensors[name].shape[0])])
 
     def read_part(self, name: str, index: int) -> torch.Tensor:
-        if name not in self._packed:
+        weight = self._packed.get(name)
+        if weight is None:
             return super().read_part(name, index)
-        rows, columns = self._packed[name]
-        packed = self._get(f"{name}{_BLOCKS}")[index].reshape(rows, columns // 2)
-        q = QTensor(packed, self._get(f"{name}{_SCALES}")[index], None, (rows, columns), _SCHEME)
-        return q.dequantize(torch.bfloat16).t()
+        packed, scale = (self._get(weight.parts[role].name)[index] for role in (PACKED, SCALE))
+        matrix = Matrix(weight, packed.reshape(weight.scheme.packed_shape(weight.shape)), scale, None)
+        return self._decode(matrix.qtensor(), torch.bfloat16).t()
 
-    def _decoded(self, info: TensorInfo) -> TensorInfo | None:
-        """The dense tensor that the blocks ``info`` stand for; None if they are no blocks."""
-        if not info.name.endswith(_BLOCKS):
-            return None
-        name = info.name.removesuffix(_BLOCKS)
-        scales = self.tensors.get(f"{name}{_SCALES}")
-        if scales is None:
-            raise CheckpointError(f"tensor {info.name} has no {name.rpartition('.')[2]}{_SCALES} beside it")
-        shapes = f"{info.dtype} {list(info.shape)}, scales {scales.dtype} {list(scales.shape)}"
-        if {info.dtype, scales.dtype} != {"U8"} or len(info.shape) != 4 or info.shape != (*scales.shape, 16):
-            raise CheckpointError(f"tensor {info.name} ({shapes}) is not MXFP4")
-        experts, rows, blocks = scales.shape
-        self._packed[name] = (rows, 32 * blocks)
-        return TensorInfo(name, "BF16", (experts, 32 * blocks, rows), info.nbytes + scales.nbytes, info.file)
+    def _dense_info(self, weight: PackedWeight) -> TensorInfo:
+        """The dense tensor that a packed weight stands for."""
+        packed, scales = (weight.parts[role].name for role in (PACKED, SCALE))
+        for kind, message in weight.problems(self._stored):
+            if kind == "missing":
+                raise CheckpointError(f"tensor {packed} has no {scales.rpartition('.')[2]} beside it")
+            raise CheckpointError(f"tensor {packed} is not MXFP4: {message}")
+        nbytes = sum(self._stored[part].nbytes for part in (packed, scales))
+        return TensorInfo(weight.name, "BF16", weight.dense_shape, nbytes, self._stored[packed].file)

@@ -37,6 +37,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import mxquant
+from mxquant.checkpoint.formats.base import Layout, PackedFormat
+from mxquant.checkpoint.formats.packed import PACKED, PackedWeight
+from mxquant.checkpoint.headers import Tensors
 from mxquant.errors import CheckpointError, SchemeError
 from mxquant.schemes.activations import ActivationScheme
 from mxquant.schemes.formats import QuantScheme
@@ -98,6 +101,65 @@ class ModuleEntry:
 
     def _stacked(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return shape if self.experts is None else (self.experts, *shape)
+
+
+def entry_of(weight: PackedWeight) -> ModuleEntry:
+    """What our config says of a packed weight, and what holds it in a model, whatever files it comes from."""
+    name = weight.module if weight.experts is None else weight.name
+    return ModuleEntry(name, weight.scheme, weight.shape, weight.transposed, weight.activations, weight.experts)
+
+
+class NativeFormat(PackedFormat):
+    """Our own format, which holds every scheme."""
+
+    method = QUANT_METHOD
+    says_rules = True
+
+    def read(self, config: dict[str, Any], tensors: Tensors, prefix: str = "") -> Layout:
+        table = parse_config(config)
+        layout, found = Layout(self), []
+        for name in tensors:
+            entry = table.match_tensor(name, prefix)
+            if entry is not None:
+                found.append(entry.name)
+                layout.weights.append(
+                    self.weight(
+                        name,
+                        entry.scheme,
+                        entry.shape,
+                        experts=entry.experts,
+                        transposed=entry.transposed,
+                        activations=entry.activations,
+                    )
+                )
+        layout.unmatched = table.unmatched(found)
+        layout.lists = lambda name: table.match_tensor(name, prefix) is not None
+        return layout
+
+    def weight(
+        self, name: str, scheme: QuantScheme, shape: tuple[int, int], *, experts: int | None = None, **more: Any
+    ) -> PackedWeight:
+        found = super().weight(name, scheme, shape, experts=experts, **more)
+        packed = replace(found.parts[PACKED], shape=entry_of(found).stored_shape)
+        parts = {role: replace(part, also=()) for role, part in found.parts.items()}
+        return replace(found, parts={**parts, PACKED: packed})
+
+    def why_not_packed(self, config: dict[str, Any]) -> str | None:
+        parse_config(config)
+        return None
+
+    def why_not(self, weight: PackedWeight) -> str | None:
+        return None
+
+    def config_block(
+        self,
+        weights: Iterable[PackedWeight],
+        *,
+        names: Iterable[str],
+        dense: Iterable[str],
+        kv_cache: ActivationScheme | None = None,
+    ) -> dict[str, Any]:
+        return build_config([entry_of(weight) for weight in weights], names, kv_cache)
 
 
 def stored_shape(scheme: QuantScheme, shape: tuple[int, int], dense_shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -197,13 +259,16 @@ class ModuleTable:
             found = next((p for regex, p in self._several if regex.fullmatch(name)), None)
         return found and replace(found, name=name)
 
-    def match_tensor(self, name: str) -> ModuleEntry | None:
-        """The entry whose packed tensor, in our own format, is called ``name``."""
-        module = name.removesuffix(".weight")
-        for candidate in dict.fromkeys((name, module)):
-            entry = self.match(candidate)
-            if entry is not None and entry.tensor == name:
-                return entry
+    def match_tensor(self, name: str, prefix: str = "") -> ModuleEntry | None:
+        """The entry whose packed tensor, in our own format, is called ``name``.
+
+        ``prefix``: of the base model; the name may have or lack it where the entry does not.
+        """
+        for tensor in [name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")] if prefix else [name]:
+            for candidate in dict.fromkeys((tensor, tensor.removesuffix(".weight"))):
+                entry = self.match(candidate)
+                if entry is not None and entry.tensor == tensor:
+                    return entry
         return None
 
     def unmatched(self, names: Iterable[str]) -> list[str]:
@@ -300,3 +365,6 @@ def _cover(members: list[str], others: set[str], position: int) -> list[str]:
         for value, names in values.items()
         for pattern in _cover(names, {o for o in others if o.split(".")[number] == value}, number + 1)
     ]
+
+
+FORMAT = NativeFormat()

@@ -8,6 +8,8 @@ from typing import Any
 
 import yaml
 
+from mxquant.schemes.formats import PRESETS
+
 # What of the source's front matter holds for the output too.
 _CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag")
 # What the hub calls the use of a model that more than text goes into, by the class that loads it.
@@ -50,7 +52,7 @@ def make_front_matter(report: Mapping[str, Any], base_model: str | None, source_
 def _tags(report: Mapping[str, Any]) -> list[str]:
     found = [f"{bits}-bit" for bits in sorted({_bits(s) for s in report["schemes"].values()})]
     found += sorted({s["element"].split("_")[0] for s in report["schemes"].values()})
-    found += [name for name in report["schemes"] if name in ("nvfp4", "mxfp4", "mxfp6", "mxfp8")]
+    found += [name for scheme in report["schemes"] if (name := scheme.partition("-")[0]) in PRESETS]
     return found + ([report["on_disk"]] if report["on_disk"] != "mxquant" else [])
 
 

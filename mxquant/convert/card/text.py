@@ -115,14 +115,21 @@ def _summary(report: Mapping[str, Any], base_model: str | None) -> str:
     )
 
 
+def _errors(report: Mapping[str, Any]) -> str:
+    if "mean_relative_error" not in report:  # of a report of version 0.1.0
+        return f"{report['relative_error']:.4f}"
+    worst = report["worst_relative_error"]
+    mean = f"{report['mean_relative_error']:.4f} in the mean of the layers"
+    return f"{mean}, at worst {worst['value']:.4f} ({worst['layer']})"
+
+
 def _formats(report: Mapping[str, Any]) -> list[str]:
     before, after = report["bytes_before"], report["bytes_after"]
-    sqnr = "" if report["sqnr_db"] is None else f" (SQNR {report['sqnr_db']:.1f} dB)"
     rows = [
         ("size before", _bytes(before)),
         ("size after", f"{_bytes(after)}, {before / after:.2f} times smaller"),
         ("bits per quantized weight", f"{report['bits_per_weight']:.3f}, scales included"),
-        ("relative error of the weights", f"{report['relative_error']:.4f}{sqnr}"),
+        ("relative error of the weights", _errors(report)),
         ("activations as it runs", report["activations"]),
         ("KV cache as it runs", report["kv_cache"]),
         ("format on disk", report["on_disk"]),
