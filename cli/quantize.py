@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mxquant.cli.common import console, handle_errors, progress, write_json
+from mxquant.cli.common import console, handle_errors, printable, progress, write_json
+from mxquant.cli.default_out import default_out
 from mxquant.cli.options import SCHEME_HELP, scheme_from, scheme_options
 from mxquant.errors import SchemeError
 from mxquant.schemes.formats import QuantScheme
@@ -93,13 +94,15 @@ def quantize_command(**options: Any) -> None:
     Prints the plan, streams the weights into OUT and ends with a report of what it cost, which is
     also kept as OUT/quantization_report.json. OUT loads with AutoModelForCausalLM.from_pretrained.
     """
+    from rich.markup import escape
+
     from mxquant.cli import tables
     from mxquant.convert import pipeline
     from mxquant.convert.output import check_output
 
     recipe, label = _recipe(options)
     source = options["source"]
-    out = options["out"] or Path(f"{_name(str(source))}-{label}")
+    out = options["out"] or default_out(str(source), label)
     quiet = options["as_json"]
     checkpoint, plan = pipeline.plan_model(
         source,
@@ -121,11 +124,11 @@ def quantize_command(**options: Any) -> None:
             tables.print_plan(plan, out)
         return
     if not options["resume"]:  # what it makes of an output that is there, the pipeline knows
-        check_output(out, checkpoint.source, options["overwrite"])
+        check_output(out, checkpoint, options["overwrite"])
     if not quiet:
         tables.print_plan_summary(plan, out)
     for warning in plan.warnings:
-        console().print(f"[yellow]Warning:[/] {warning}")
+        console().print(f"[yellow]Warning:[/] {escape(printable(warning))}")
     report = _run(checkpoint, plan, out, options)
     if quiet:
         write_json(report.to_dict())
@@ -160,10 +163,6 @@ def _run(checkpoint: Checkpoint, plan: QuantPlan, out: Path, options: dict[str, 
                 left = f"{count} of {len(plan.shards)} shards are kept in {work}; --resume goes on with them."
                 console().print(left, markup=False)
             raise
-
-
-def _name(source: str) -> str:
-    return Path(source).stem if source.lower().endswith(".gguf") else Path(source.rstrip("/")).name
 
 
 def _push(out: Path, repo: str) -> None:

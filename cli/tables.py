@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from mxquant.checkpoint.formats.native import with_wildcards
-from mxquant.cli.common import human_bytes
+from mxquant.cli.common import human_bytes, printable
 
 if TYPE_CHECKING:
     from mxquant.convert.plan import QuantPlan, TensorPlan
@@ -58,7 +59,7 @@ def print_plan(plan: QuantPlan, out: Path) -> None:
         table.add_row(name.removesuffix(".weight"), "", "shared", f"tied to {source}", "1", "0 B", "0 B")
     new_console().print(table)
     for warning in plan.warnings:
-        new_console().print(f"[yellow]Warning:[/] {warning}", soft_wrap=True)
+        new_console().print(f"[yellow]Warning:[/] {escape(printable(warning))}", soft_wrap=True)
     print_plan_summary(plan, out)
 
 

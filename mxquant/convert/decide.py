@@ -61,8 +61,19 @@ def decide(
     if problems:
         raise PlanError(problems)
     present = {mapper(name) for name in checkpoint.tensors if name not in twice}
-    tied = {p.name: p.tied_to for p in parameters.values() if p.tied_to and p.name not in present}
-    return Decided(tensors, tied, mapper)
+    return Decided(tensors, _tied(parameters, present), mapper)
+
+
+def _tied(parameters: dict[str, Parameter], present: Collection[str | None]) -> dict[str, str]:
+    """Parameters without a tensor of their own, and the one that each shares."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for p in parameters.values():
+        groups[p.tied_to or p.name].append(p.name)
+    tied: dict[str, str] = {}
+    for source, names in groups.items():
+        holder = source if source in present else next((n for n in names if n in present), source)
+        tied |= {name: holder for name in names if name not in present and name != holder}
+    return tied
 
 
 def _lacks(checkpoint: Checkpoint, missing: list[str], tensors: list[TensorPlan], model: str) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mxquant.checkpoint.layout import SINGLE_NAME, OutputTensor
+from mxquant.checkpoint.weight_files import CONFIG_KEY
 from mxquant.checkpoint.writer import shard_bytes, shard_header
 from mxquant.errors import CheckpointError
 from mxquant.transformers.architectures import first_line, silent
@@ -58,6 +59,7 @@ def _load(
 ) -> tuple[Any, set[str], set[str]]:
     """The model on the meta device, what the loader misses and what it ignores."""
     config = copy.deepcopy(model.config)
+    vars(config).pop(CONFIG_KEY, None)  # a file of the source
     if quantization is not None:
         config.quantization_config = copy.deepcopy(quantization)
     with tempfile.TemporaryDirectory() as folder, quiet():
