@@ -107,8 +107,8 @@ def render_peers() -> str:
     ]
     return "\n".join(
         [
-            f"SmolLM2-135M-Instruct ({peers['parameters'] / 1e6:.1f} M parameters, bf16), {machine['cores']} cores of an "
-            f"{machine['cpu']}, torch {peers['versions']['torch'].partition('+')[0]}, {peers['date']}; median of "
+            f"SmolLM2-135M-Instruct ({peers['parameters'] / 1e6:.1f} M parameters, bf16), {machine['cores']} cores of "
+            f"an {machine['cpu']}, torch {peers['versions']['torch'].partition('+')[0]}, {peers['date']}; median of "
             f"{peers['repeats']} runs, without imports. llm-compressor by `model_free_ptq` with `NVFP4A16`, torchao by "
             "`NVFP4Tensor.to_nvfp4`. From `benchmarks/results/quantize_vs_peers.json`; this section is written by "
             "`python benchmarks/performance_tables.py --write`.",
@@ -117,8 +117,9 @@ def render_peers() -> str:
             "",
             f"A plain copy of the folder takes {_seconds(found['copy'])}. A checkpoint of "
             f"{large['parameters'] / 1e9:.1f} billion parameters ({large['bytes_before'] / 1e9:.1f} GB) takes "
-            f"{large['wall_seconds']:.1f} s with `--scale ue5m3 --block 16`, {large['work_seconds']:.1f} s of them without "
-            f"starting Python and planning, and at most {large['peak_rss_anon_bytes'] / 1e9:.2f} GB of memory; copying its "
+            f"{large['wall_seconds']:.1f} s with `--scale ue5m3 --block 16`, of which {large['work_seconds']:.1f} s are "
+            f"the work after starting Python and planning, and at most {large['peak_rss_anon_bytes'] / 1e9:.2f} GB of "
+            "memory; copying its "
             f"files takes {large['copy_seconds']:.1f} s (`benchmarks/results/large_checkpoint_memory.json`).",
         ]
     )
