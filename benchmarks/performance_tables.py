@@ -117,10 +117,10 @@ def render_peers() -> str:
             "",
             f"A plain copy of the folder takes {_seconds(found['copy'])}. A checkpoint of "
             f"{large['parameters'] / 1e9:.1f} billion parameters ({large['bytes_before'] / 1e9:.1f} GB) takes "
-            f"{large['wall_seconds']:.1f} s with `--scale ue5m3 --block 16`, of which {large['work_seconds']:.1f} s are "
-            f"the work after starting Python and planning, and at most {large['peak_rss_anon_bytes'] / 1e9:.2f} GB of "
-            "memory; copying its "
-            f"files takes {large['copy_seconds']:.1f} s (`benchmarks/results/large_checkpoint_memory.json`).",
+            f"{large['wall_seconds']:.1f} s with `--scale ue5m3 --block 16`, of which {large['work_seconds']:.1f} s "
+            "are the work after starting Python and planning, and at most "
+            f"{large['peak_rss_anon_bytes'] / 1e9:.2f} GB of memory; copying its files takes "
+            f"{large['copy_seconds']:.1f} s (`benchmarks/results/large_checkpoint_memory.json`).",
         ]
     )
 

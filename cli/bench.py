@@ -37,7 +37,14 @@ class _Shape(click.ParamType):
 
 @click.command("bench", epilog=_EPILOG, context_settings={"max_content_width": 120})
 @click.argument("model", required=False)
-@click.option("--shape", "shapes", type=_Shape(), multiple=True, metavar="M,N,K", help="Rows, outputs and inputs.")
+@click.option(
+    "--shape",
+    "shapes",
+    type=_Shape(),
+    multiple=True,
+    metavar="M,N,K",
+    help="Rows of activations, output features, input features.",
+)
 @click.option("--rows", default="1,16", show_default=True, metavar="M,M,...", help="Rows of activations for MODEL.")
 @scheme_options
 @click.option(
@@ -45,16 +52,18 @@ class _Shape(click.ParamType):
     type=click.Choice(["bfloat16", "float16", "float32"]),
     default="bfloat16",
     show_default=True,
-    help="Of activations and of the dense weight.",
+    help="Dtype of the activations and of the dense weight.",
 )
-@click.option("--device", default="auto", show_default=True, help="cpu, cuda, ...; auto is CUDA if there is one.")
-@click.option("--explain", is_flag=True, help="Only say which kernel serves which layer, and why.")
+@click.option(
+    "--device", default="auto", show_default=True, help="Device: cpu, cuda, ...; auto uses CUDA if available."
+)
+@click.option("--explain", is_flag=True, help="Only show which kernel runs each layer, and why.")
 @click.option("--output", type=click.Path(path_type=Path), help="Write the results to this file as JSON.")
-@click.option("--plot", type=click.Path(path_type=Path), help="Draw a roofline: .png, .pdf or .svg.")
+@click.option("--plot", type=click.Path(path_type=Path), help="Plot a roofline: .png, .pdf or .svg.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @handle_errors
 def bench_command(model: str | None, shapes: tuple[tuple[int, int, int], ...], **options: Any) -> None:
-    """Time packed linear layers against dense ones, and against what the machine can do.
+    """Benchmark packed linear layers against dense ones and the machine's limits.
 
     The shapes are those of MODEL's linear layers (its config is enough) or of --shape. Ceilings are measured:
     the bandwidth of a copy, a large dense product, and on CPUs the instruction that the kernels multiply with.
@@ -68,7 +77,7 @@ def bench_command(model: str | None, shapes: tuple[tuple[int, int, int], ...], *
     from mxquant.evals.plots import check_format
 
     if not model and not shapes:
-        raise click.UsageError("name a MODEL or give --shape M,N,K")
+        raise click.UsageError("pass MODEL or --shape M,N,K")
     if options["plot"]:
         check_format(options["plot"])
     scheme, dtype = scheme_from(options) or QuantScheme(), getattr(torch, options["dtype"])
@@ -151,7 +160,7 @@ def _print_table(
 def _print_reasons(found: list[dict[str, Any]]) -> None:
     from mxquant.cli.tables import new_console, new_table
 
-    table = new_table("Who serves which layer", ("layer", "served by", "why"), ("M", "N", "K", "count"))
+    table = new_table("Kernel of each layer", ("layer", "served by", "why"), ("M", "N", "K", "count"))
     for row in found:
         numbers = (str(row[key]) for key in ("rows", "n", "k", "count"))
         table.add_row(row["name"], row["served_by"], row["why"], *numbers)

@@ -39,7 +39,7 @@ _WINDOWS = 32
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 @handle_errors
 def demo_command(out: Path, as_json: bool) -> None:
-    """Quantize the bundled model four ways, evaluate them and compare.
+    """Quantize a small bundled model in four formats, evaluate and compare.
 
     Needs neither network nor GPU, and takes less than a minute on two cores. The model is a small
     one, trained on Python's documentation; the text it is evaluated on was held out.
@@ -56,7 +56,7 @@ def demo_command(out: Path, as_json: bool) -> None:
         write_json(report.to_dict() | {"samples": samples, "prompt": _PROMPT, "picture": str(picture)})
         return
     print_tables(report)
-    click.echo(f"(The first {_WINDOWS} windows only; `mxquant eval --text builtin` takes them all.)")
+    click.echo(f"(The first {_WINDOWS} windows only; `mxquant eval --text builtin` uses all of them.)")
     for name, text in samples.items():
         click.echo(f"\nA sample from {name}:\n{textwrap.indent(text, '    ')}")
     click.echo(f"\nWrote {picture} and the models next to it. To try your own:")

@@ -32,7 +32,7 @@ Examples:
 Exit codes:
   0  everything was measured, and every model is within the limits
   1  something could not be measured
-  2  the command was mistyped
+  2  usage error
   3  a model is beyond a limit of --max-..., or has no figure to compare with it
 """
 
@@ -53,9 +53,9 @@ _PIPE_WIDTH = 160
     "May be given several times.  [default: wikitext2]",
 )
 @seq_len_option
-@click.option("--windows", type=click.IntRange(min=1), help="Use only the first windows.  [default: the whole text]")
+@click.option("--windows", type=click.IntRange(min=1), help="Use only the first N windows.  [default: the whole text]")
 @batch_size_option
-@click.option("--no-perplexity", is_flag=True, help="Only run tasks.")
+@click.option("--no-perplexity", is_flag=True, help="Skip perplexity and only run tasks.")
 @task_options
 @gate_options
 @loading_options
@@ -67,8 +67,8 @@ def eval_command(models: tuple[str, ...], **options: Any) -> None:
     """Measure models: perplexity, divergence from a baseline, downstream tasks.
 
     MODEL is a folder or a hub id, quantized (its weights stay packed) or dense. Perplexity is over
-    non-overlapping windows, each after a BOS token where the tokenizer adds one. With --baseline all
-    models are held in memory together, so that each of its logits is computed once.
+    non-overlapping windows, each after a BOS token where the tokenizer adds one. With --baseline, all
+    models are held in memory at once, so that the baseline's logits are computed once.
     """
     limits = _check(options)
     # The slow imports come last: names are mistyped often.
@@ -114,7 +114,7 @@ def _fail(report: Report) -> None:
 def stage(what: str) -> Iterator[Callable[[int, int], None]]:
     """Progress on standard error while ``what`` lasts: a bar, which pulses until a total is known.
 
-    Where nobody watches, in a log file, it is a line with an estimate every now and then.
+    In a log file it is a line with an estimate from time to time.
     """
     if not sys.stderr.isatty():
         yield _progress_lines(what)
@@ -184,7 +184,7 @@ def _check(options: dict[str, Any]) -> Limits | None:
     """What can be known to be wrong before anything is read; returns the limits of the gate."""
     check_task_options(options)
     if options["no_perplexity"] and options["tasks"] is None:
-        raise click.UsageError("--no-perplexity leaves nothing to do without --tasks")
+        raise click.UsageError("--no-perplexity requires --tasks")
     check_outputs(options)
     return limits_of(options)
 
@@ -193,7 +193,7 @@ def _find_models(models: tuple[str, ...], options: dict[str, Any]) -> tuple[list
     """The models' configs; one that does not exist is an error now, not after hours."""
     from mxquant.evals.sources import find_model
 
-    with console().status("looking for the models"):
+    with console().status("locating the models"):
         trust = options["trust_remote_code"]
         sources = [find_model(model, trust_remote_code=trust) for model in models]
         given = options["baseline"]

@@ -1,4 +1,4 @@
-"""Commands start clean: what torchao has to say of itself, when transformers imports it, is not for their users.
+"""Hides the warnings and log messages that torchao prints when transformers imports it.
 
 It warns of kernels that do not fit the version of PyTorch, in every process that imports it.
 """

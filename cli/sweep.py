@@ -32,7 +32,7 @@ global scale for each tensor (e4m3+global is NVFP4's).
 
 \b
 Rules: "paper" is absmax, and even for e8m0, as in arXiv 2601.19026; "default" is what
-`mxquant quantize` uses; all others by name. A rule that a scale lacks is skipped for it.
+`mxquant quantize` uses; all others by name. A rule that a scale does not have is skipped.
 
 \b
 Finished cells are kept in a cache, so a sweep that was interrupted, or gets more scales
@@ -73,24 +73,30 @@ class _Windows(click.ParamType):
     metavar="A,B,...",
     help="Inputs of the quantized layers: none, same (as the weights) or a scheme such as ue5m3/16.  [default: none]",
 )
-@click.option("--preset", type=click.Choice(list(PRESETS)), help="A published study's grid, text and windows.")
+@click.option("--preset", type=click.Choice(list(PRESETS)), help="Grid, text and windows of a published study.")
 @click.option(
     "--text",
     metavar="wikitext2|builtin|FILE",
     help=f"Text for perplexity: WikiText-2's test split, Python's documentation, or a file.  [default: {_TEXT}]",
 )
 @seq_len_option
-@click.option("--windows", type=_Windows(), metavar="N|all", help=f"Use only the first windows.  [default: {_WINDOWS}]")
+@click.option(
+    "--windows", type=_Windows(), metavar="N|all", help=f"Use only the first N windows.  [default: {_WINDOWS}]"
+)
 @batch_size_option
 @task_options
 @loading_options
 @click.option(
-    "--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="CUDA devices to use, a model on each."
+    "--jobs",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Number of CUDA devices to use, one model on each.",
 )
 @click.option(
     "--cache",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Folder of finished cells.  [default: ~/.cache/mxquant/sweep]",
+    help="Cache folder for finished cells.  [default: ~/.cache/mxquant/sweep]",
 )
 @click.option(
     "--output",
@@ -101,15 +107,15 @@ class _Windows(click.ParamType):
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 @handle_errors
 def sweep_command(model: str, **options: Any) -> None:
-    """Measure MODEL in many formats: scale x block x rule, with and without quantized activations.
+    """Evaluate MODEL in many formats: scale x block x rule, with and without quantized activations.
 
-    MODEL is a dense one, a folder or a hub id. It is loaded once; for each cell its linear weights are
-    quantized in memory, embeddings, norms and head stay dense. Tells where smaller blocks are worse.
+    MODEL is a dense model, a folder or a hub id. It is loaded once; for each cell its linear weights are
+    quantized in memory, embeddings, norms and head stay dense. Reports where smaller blocks are worse.
     """
     grid = _grid(options)
     check_task_options(options)
     if options["jobs"] > 1 and options["device"] not in ("auto", "cuda"):
-        raise click.UsageError(f"--jobs {options['jobs']} uses CUDA devices; it does not go with --device")
+        raise click.UsageError(f"--jobs {options['jobs']} uses CUDA devices and cannot be combined with --device")
     if options["dry_run"]:
         _print_cells(grid, options["as_json"])
         return
@@ -197,7 +203,7 @@ def _run(model: str, text: Any, grid: Grid, options: dict[str, Any]) -> Sweep:
                 on_progress=display.working,
             )
         except KeyboardInterrupt:
-            click.echo(f"{display.finished} cells are kept; the same command goes on from there.", err=True)
+            click.echo(f"{display.finished} cells are kept; run the same command again to continue.", err=True)
             raise
 
 

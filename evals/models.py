@@ -58,8 +58,8 @@ class EvalModel:
         rows, largest = self.model.get_input_embeddings().weight.shape[0], int(tokens.max())
         if largest >= rows:
             raise CheckpointError(
-                f"the tokenizer of {self.source} makes token {largest}, and the model knows {rows} tokens; "
-                "are they of one model?"
+                f"the tokenizer of {self.source} produces token {largest}, but the model has only "
+                f"{rows} tokens; do they belong to the same model?"
             )
 
     @contextlib.contextmanager

@@ -26,7 +26,7 @@ Stage = Callable[[str], contextlib.AbstractContextManager[Callable[[int, int], N
 
 @contextlib.contextmanager
 def silent(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A ``Stage`` that tells nobody."""
+    """A ``Stage`` without output."""
     yield lambda done, total: None
 
 
@@ -101,7 +101,7 @@ class _Group:
 
     def _recall(self, memory: Memory) -> None:
         """Fill rows with what is known already."""
-        with self.stage("looking into the cache"):
+        with self.stage("checking the cache"):
             for subject in self.subjects:
                 subject.row = memory.row(subject.source, subject.name)
                 if subject.row is None:

@@ -89,7 +89,7 @@ def find_model(source: str | Path, *, label: str | None = None, trust_remote_cod
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and the hub's own
         if is_folder:
             raise CheckpointError(f"cannot read the config of {given}: {first_line(error)}") from error
-        why = "the hub does not have it, or not for you" if online else "no such folder, not cached, hub unreachable"
+        why = "not on the hub, or no access to it" if online else "no such folder, not cached, hub unreachable"
         raise CheckpointError(f"no such folder or hub id: {given} ({why})") from error
     return Source(given, folder if is_folder else None, config, label)
 

@@ -67,7 +67,7 @@ def _messages(messages: Any, processes: list[Any]) -> Iterator[tuple[str, Any]]:
         except queue.Empty:
             for process in processes:
                 if process.exitcode:
-                    raise MXQuantError(f"a process of the sweep died (exit code {process.exitcode})") from None
+                    raise MXQuantError(f"a worker process of the sweep failed (exit code {process.exitcode})") from None
             continue
         if kind == "error":
             raise MXQuantError(content)

@@ -66,7 +66,7 @@ def read_file(file: Path) -> dict[str, torch.Tensor]:
             ) from error
         strange = isinstance(error, KeyError | pickle.UnpicklingError)
         told = ValueError("torch.save did not write it" if strange else _sentence(error))
-        raise CheckpointError(f"{file.name}: not a whole PyTorch file: {why_not_whole(file, told)}") from error
+        raise CheckpointError(f"{file.name}: not a complete PyTorch file: {why_not_whole(file, told)}") from error
     if not isinstance(found, Mapping):
         raise CheckpointError(f"{file.name}: holds a {type(found).__name__}, not tensors by name")
     for name, value in found.items():

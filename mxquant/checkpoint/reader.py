@@ -192,7 +192,7 @@ class Checkpoint:
             self._handles[file] = safe_open(file, framework="pt")
         except Exception as error:  # SafetensorError and OSError, by version
             why = damage.why_not_whole(file, error)
-            raise CheckpointError(f"{file}: not a whole safetensors file: {why}") from error
+            raise CheckpointError(f"{file}: not a complete safetensors file: {why}") from error
         yield from found.values()
 
 
@@ -202,7 +202,7 @@ def read_safetensors(file: Path) -> dict[str, TensorInfo]:
         return read_header(file)
     except HeaderError as error:
         why = damage.what_file(file) or f"it {error}"
-        raise CheckpointError(f"{file}: not a whole safetensors file: {why}") from error
+        raise CheckpointError(f"{file}: not a complete safetensors file: {why}") from error
 
 
 def read_config(folder: Path) -> dict[str, Any]:

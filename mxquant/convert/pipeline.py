@@ -149,7 +149,7 @@ def run_plan(
     source, made_with = fingerprint(checkpoint), versions()
     done = QuantReport.of_output(out, plan, seed, made_with, source) if resume else None
     if done is not None:
-        notify(f"{out} is complete already; nothing to do.")
+        notify(f"{out} is already complete; nothing to do.")
         with work_folder(out) as work:
             work.clear()
         return done

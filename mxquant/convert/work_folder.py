@@ -115,7 +115,7 @@ class WorkFolder:
                 return lock
             os.close(lock)  # the process that held it before has removed it: make another
         raise CheckpointError(
-            f"another process is at work in {self.path}; wait until it is done, or choose another --out"
+            f"another process is writing to {self.path}; wait for it to finish, or choose another --out"
         )
 
     def _leave(self, lock: int) -> None:

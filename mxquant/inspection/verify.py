@@ -45,7 +45,7 @@ def verify_checkpoint(
 
     Returns all faults, not the first alone; files that cannot be opened end the search, as nothing
     else can be read. Raises ``CheckpointError`` where there is nothing to verify: no such folder, a
-    quantization that is not known here, a source that is not dense.
+    unsupported quantization, a source that is not dense.
     """
     folder = resolve_source(path)
     original = None if source is None else open_source(source)

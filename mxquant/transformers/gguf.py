@@ -155,7 +155,7 @@ def _formats(file: Path) -> tuple[torch.dtype, list[str]]:
     try:
         kinds = {t.tensor_type.name for t in GGUFReader(file).tensors if len(t.shape) > 1}
     except Exception as error:  # ValueError for a wrong head; numpy's and struct's for a short file
-        raise CheckpointError(f"{file.name}: not a whole GGUF file: {why_not_whole(file, error)}") from error
+        raise CheckpointError(f"{file.name}: not a complete GGUF file: {why_not_whole(file, error)}") from error
     if kinds <= {"F32"}:
         return torch.float32, []
     return (torch.float16 if kinds <= {"F32", "F16"} else torch.bfloat16), sorted(kinds - {"F32", "F16", "BF16"})

@@ -181,9 +181,9 @@ def test_dry_run_prints_the_papers_figures(tmp_path):
         (["--config", "nowhere.json"], "cannot read config nowhere.json"),
         (["--config", "SMALL"], "the tokenizer has 2048 tokens"),
         (["--from", "nowhere"], "no such folder or hub id: nowhere"),
-        (["--from", "x", "--config", "y"], "--from brings its own config"),
+        (["--from", "x", "--config", "y"], "--from cannot be combined with --config"),
         (["--seq-len", "4096"], "--seq-len 4096 is more than the 64 positions"),
-        (["--limit", "3"], "--limit goes with --tasks"),
+        (["--limit", "3"], "--limit requires --tasks"),
     ],
 )
 def test_bad_input_is_one_clear_line_before_any_work(files, tmp_path, arguments, message):

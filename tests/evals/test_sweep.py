@@ -103,7 +103,7 @@ def test_rules_of_the_paper_and_of_mxquant_have_a_name():
         ({"elements": ("fp5",)}, "unknown element format 'fp5'"),
         ({"blocks": (1,)}, "block 1 must be"),
         ({"inputs": ("ue5m3/8x8",)}, "tiles"),
-        ({"inputs": ("some",)}, "'some' is no preset"),
+        ({"inputs": ("some",)}, "'some' is not a preset"),
     ],
 )
 def test_names_that_do_not_exist_are_refused_at_once(axes, message):
