@@ -171,11 +171,14 @@ def _plan(recipes: tuple[TrainingRecipe, ...], options: dict[str, Any]) -> Plan:
     from mxquant.training.run import RunSettings
 
     steps, warmup = options["steps"], options["warmup"]
+    given: dict[str, Any] = {
+        **{name: options[name] for name in ("steps", "batch_size", "grad_accum", "dtype", "monitor_every")},
+        **{name: options[name] or 0 for name in ("save_every", "eval_every")},
+    }
     settings = RunSettings(
         lr=options["lr"] or (_LR_CHECKPOINT if options["pretrained"] else _LR_SCRATCH),
         warmup=steps // 10 if warmup is None else warmup,
-        **{name: options[name] for name in ("steps", "batch_size", "grad_accum", "dtype", "monitor_every")},
-        **{name: options[name] or 0 for name in ("save_every", "eval_every")},
+        **given,
         gradient_checkpointing=options["gradient_checkpointing"],
         compile=options["compile"],
     )
