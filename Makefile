@@ -21,7 +21,7 @@ CHECK_PYTHON = import sys; sys.exit("mxquant needs Python 3.11 or newer: make PY
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-reference test-compat lint format types bench wheel sanitize clean distclean
+.PHONY: help demo test test-reference test-compat lint format types bench wheel sdist sanitize clean distclean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' Makefile
@@ -60,6 +60,9 @@ bench: $(VENV)/.installed-test  ## measure speed and memory; results go to out/,
 
 wheel: $(VENV)/.installed-test  ## build a wheel with the CPU kernels in dist/
 	$(VENV)/bin/python -m build --wheel
+
+sdist: $(VENV)/.installed-test  ## build a source distribution in dist/
+	$(VENV)/bin/python -m build --sdist
 
 sanitize: $(VENV)/.installed-test  ## run the tests of the CPU kernels under AddressSanitizer and UBSan
 	$(VENV)/bin/python tests/sanitize_kernels.py
