@@ -68,7 +68,7 @@ def _weight_tables(weights: list[WeightSummary], width: int) -> list[Table]:
     groups = _alike((w, w.weight.name, (w.weight.scheme, w.weight.shape)) for w in weights)
     names = [(pattern.removesuffix(".weight"), members[0].weight.scheme.name) for pattern, members in groups]
     sizes = [_sizes(members) for _, members in groups]
-    layout = [(("weight", "scheme"), _SIZES, sizes)]
+    layout: list[tuple[tuple[str, ...], tuple[str, ...], list[list[str]]]] = [(("weight", "scheme"), _SIZES, sizes)]
     if weights[0].scales is not None:
         shares = [_shares(members) for _, members in groups]
         if width >= _WIDE:
@@ -76,7 +76,7 @@ def _weight_tables(weights: list[WeightSummary], width: int) -> list[Table]:
             layout = [(("weight", "scheme"), (*_SIZES, *_SHARES), both)]
         else:
             layout.append((("weight",), _SHARES, shares))
-    tables = []
+    tables: list[Table] = []
     for left, right, cells in layout:
         table = new_table("Packed weights" if not tables else "", left, right)
         for name, row in zip(names, cells, strict=True):

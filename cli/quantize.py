@@ -178,8 +178,8 @@ def _push(out: Path, repo: str) -> None:
 def _recipe(options: dict[str, Any]) -> tuple[QuantRecipe, str]:
     """The recipe that the options ask for, and a label for the output's name."""
     given = scheme_from(options)
-    patterns = {"include": tuple(options["include"]), "exclude": tuple(options["exclude"])}
-    dynamic = {name: options[name] for name in ("activations", "kv_cache") if options[name] is not None}
+    patterns: dict[str, Any] = {"include": tuple(options["include"]), "exclude": tuple(options["exclude"])}
+    dynamic: dict[str, Any] = {name: options[name] for name in ("activations", "kv_cache") if options[name] is not None}
     if options["recipe"] is not None:
         recipe = QuantRecipe.from_file(options["recipe"])
         if given is not None:

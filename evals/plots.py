@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mxquant.errors import MXQuantError
 from mxquant.evals.intervals import CONFIDENCE
 from mxquant.evals.results import ModelResult
+from mxquant.extras import needs
 
 if TYPE_CHECKING:
     from mxquant.evals.divergence import Divergence
@@ -34,9 +35,10 @@ class _Panel:
 
 
 def check_format(path: str | Path) -> None:
-    """Raise ``MXQuantError`` unless the file's name ends in one of ``FORMATS``."""
+    """Raise ``MXQuantError`` unless the file's name ends in one of ``FORMATS`` and matplotlib is installed."""
     if Path(path).suffix.lower() not in FORMATS:
         raise MXQuantError(f"pictures are written as {', '.join(FORMATS)}, not as {Path(path).name!r}")
+    needs(f"drawing {Path(path).name}", "matplotlib", extra="plot")
 
 
 def plot_comparison(results: Sequence[ModelResult], path: str | Path, caption: str = "") -> None:

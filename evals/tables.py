@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING
@@ -30,7 +30,7 @@ class Table:
 
     left: tuple[str, ...]
     right: tuple[str, ...]
-    rows: list[tuple[str, ...]]
+    rows: Sequence[tuple[str, ...]]
 
 
 def all_of(results: list[ModelResult], gate: Gate | None, width: int) -> list[Table]:
@@ -79,9 +79,9 @@ _Line = tuple["ModelResult", str, "Perplexity | None"]
 
 def _models(results: list[ModelResult], width: int) -> list[Table]:
     """Sizes and quality beside each other, or below each other where the terminal is narrow."""
-    lines: list[_Line] = [
-        line for row in results for line in ([(row, *item) for item in row.perplexities.items()] or [(row, "", None)])
-    ]
+    lines: list[_Line] = []
+    for row in results:
+        lines += [(row, *item) for item in row.perplexities.items()] or [(row, "", None)]
     names: dict[str, Callable[[_Line], str]] = {"model": lambda line: line[0].name}
     scheme: dict[str, Callable[[_Line], str]] = {"weights": lambda line: line[0].scheme}
     sizes = {
@@ -91,7 +91,7 @@ def _models(results: list[ModelResult], width: int) -> list[Table]:
     }
     short = _short(text for row in results for text in row.perplexities)
     text = {"text": lambda line: short.get(line[1], "")} if len(short) > 1 else {}
-    quality = {"perplexity": _perplexity}
+    quality: dict[str, Callable[[_Line], str]] = {"perplexity": _perplexity}
     if any(found and found.divergence for *_, found in lines):
         quality |= {"ratio": _ratio, "KL, nats": _kl, "same top-1": _agreement}
     speed = {"tokens/s": _tokens_per_second}

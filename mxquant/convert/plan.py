@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mxquant.checkpoint.formats import compressed_tensors, native, registry
 from mxquant.checkpoint.formats.packed import PackedWeight
 from mxquant.checkpoint.layout import OutputTensor
@@ -188,7 +190,8 @@ def _container(
         outputs = [o for t in tensors for o in t.outputs]
         # compressed-tensors decodes the weights before they are used; ours stay packed as the model runs.
         packed = on_disk == native.QUANT_METHOD
-        obstacle = why_not_loadable(model, outputs, config, source, run=seen.ran and packed)
+        dtype = None if packed else torch.bfloat16
+        obstacle = why_not_loadable(model, outputs, config, source, dtype=dtype, run=seen.ran and packed)
         if obstacle is None:
             scheme = next(t.scheme for t in tensors if t.scheme)
             return on_disk, problem or str(compressed_tensors.format_name(scheme)), config
@@ -214,8 +217,6 @@ def _why_not_compressed(quantized: list[TensorPlan], recipe: QuantRecipe, seen: 
         )
     if seen.replaced:
         return f"the model replaces its buffer {min(seen.replaced)} as it runs, which compressed-tensors prevents"
-    if seen.mixed:
-        return "the model does not run in bfloat16, to which transformers decodes compressed-tensors"
     return None
 
 

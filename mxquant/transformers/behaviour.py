@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 _TOKENS = 8
 
@@ -25,22 +24,19 @@ class Behaviour:
     """``written``: parameters that one run changes in place; ``replaced``: buffers that it puts others in place of.
 
     ``read``: weights of linear layers that it looks at without calling the layer, such as for their dtype.
-    ``mixed``: whether a normalization meets fp32 inputs when the model is loaded in bfloat16, which PyTorch refuses
-    on CPUs. ``ran``: whether the model could be run on fake tensors; if not, nothing is known.
+    ``ran``: whether the model could be run on fake tensors to the end; if not, there may be more.
     """
 
     written: frozenset[str] = frozenset()
     replaced: frozenset[str] = frozenset()
     read: frozenset[str] = frozenset()
-    mixed: bool = False
     ran: bool = False
 
 
 def watch(model: Any) -> Behaviour:
     """Run a twin of ``model``, which may be on the meta device, on a few tokens.
 
-    ``model``: of transformers. Anything that keeps a twin from running, such as inputs other than tokens, makes
-    for an empty answer.
+    ``model``: of transformers. Anything may keep a twin from running, such as inputs other than tokens.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers.initialization import no_init_weights
@@ -49,15 +45,19 @@ def watch(model: Any) -> Behaviour:
         try:
             with no_init_weights():
                 twin = type(model)._from_config(model.config, dtype=torch.bfloat16).eval()
-            _run_experts_without_their_numbers(twin)
-            before = _versions(twin), _buffers(twin)
-            with _reads(twin) as read, _Normalizations() as normalizations:
-                twin(**_inputs())
         except Exception:  # of a model's own code on fake tensors, anything
             return Behaviour()
-        written = {name for name, version in _versions(twin).items() if version != before[0].get(name)}
-        replaced = {name for name, buffer in _buffers(twin).items() if buffer != before[1].get(name)}
-    return Behaviour(frozenset(written), frozenset(replaced), frozenset(read), normalizations.mixed, ran=True)
+        _run_experts_without_their_numbers(twin)
+        versions, buffers = _versions(twin), _buffers(twin)
+        ran = True
+        with _reads(twin) as read:
+            try:
+                twin(**_inputs())
+            except Exception:  # as above; what was seen so far was seen
+                ran = False
+        written = {name for name, version in _versions(twin).items() if version != versions.get(name)}
+        replaced = {name for name, buffer in _buffers(twin).items() if buffer != buffers.get(name)}
+    return Behaviour(frozenset(written), frozenset(replaced), frozenset(read), ran)
 
 
 def why_not_running(model: Any) -> str | None:
@@ -86,20 +86,6 @@ def _run_experts_without_their_numbers(model: Any) -> None:
     if hasattr(model, "set_experts_implementation"):
         with contextlib.suppress(ValueError):  # of a model without experts
             model.set_experts_implementation("batched_mm")
-
-
-class _Normalizations(TorchDispatchMode):
-    """``mixed``: whether one saw fp32 inputs and weights in less."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mixed = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.native_layer_norm.default:
-            x, weight = args[0], args[2]
-            self.mixed |= weight is not None and x.dtype == torch.float32 != weight.dtype
-        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager

@@ -12,7 +12,6 @@ import re
 import shutil
 from collections.abc import Callable
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
@@ -26,6 +25,7 @@ from mxquant.checkpoint.pytorch import DTYPE_NAMES
 from mxquant.checkpoint.reader import Checkpoint, read_config
 from mxquant.checkpoint.side_files import side_files
 from mxquant.errors import CheckpointError
+from mxquant.extras import needs
 from mxquant.transformers.architectures import build_meta_model, kept_in_fp32
 
 _T = TypeVar("_T")
@@ -142,8 +142,7 @@ class GgufCheckpoint(Checkpoint):
 def _check_can_read(file: Path) -> None:
     if not file.is_file():
         raise CheckpointError(f"{file}: no such file")
-    if find_spec("gguf") is None:
-        raise CheckpointError(f"reading {file.name} needs the package gguf: pip install 'mxquant[gguf]'")
+    needs(f"reading {file.name}", "gguf", extra="gguf", error=CheckpointError)
     if _PART.search(file.name):
         raise CheckpointError(f"{file.name} is one part of a model; join them with llama-gguf-split --merge first")
 
