@@ -25,14 +25,14 @@ EXIT_GATE = 3
 
 
 def console() -> Console:
-    """Where people read: standard error, so that standard output stays clean for ``--json``."""
+    """A console on standard error; standard output is left to results such as ``--json``."""
     from rich.console import Console
 
     return Console(stderr=True, highlight=False, soft_wrap=not sys.stderr.isatty())
 
 
 def handle_errors(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Turn errors that are meant for people into one clear message and an exit code.
+    """Turn errors that are meant for users into one line of text and an exit code.
 
     Anything else is a bug and keeps its traceback. ``MXQUANT_DEBUG=1`` keeps all tracebacks.
     """

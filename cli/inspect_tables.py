@@ -224,7 +224,7 @@ def print_elements(out: Console, stats: ElementStats) -> None:
 
 
 def share(part: int, whole: int) -> str:
-    """A percentage; what is not zero does not look like it."""
+    """A percentage; a value above zero is never shown as 0 %."""
     if not part or not whole:
         return "0"
     return f"{part / whole:.2%}" if part / whole >= 5e-5 else "<0.01%"

@@ -254,7 +254,7 @@ def _run(plan: Plan, options: dict[str, Any]) -> Study:
         tasks = TaskSet(options["tasks"].split(","), options["include_path"])
 
     def finished(study: Study) -> None:
-        """What is known so far is on disk, whatever happens to the next run."""
+        """Write the results so far to disk after each run."""
         if is_main_process():
             write_json(to_dict(study), output / "study.json")
             with contextlib.suppress(ValueError):  # nothing to draw: every run diverged at once

@@ -51,7 +51,7 @@ def file_name(fields: Mapping[str, Any]) -> str:
 
 
 def write(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a file that is whole or not there, whatever happens."""
+    """Write a file atomically: an interruption leaves no partial file."""
     partial = path.with_suffix(f".{os.getpid()}.partial")
     partial.write_text(json.dumps(content, indent=1) + "\n")
     partial.replace(path)

@@ -73,7 +73,7 @@ class TheoryReport:
         return [c for c in self.crossovers or () if {c.better_above, c.better_below} == set(pair)]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON. ``crossovers`` is null where nobody asked."""
+        """Plain data for JSON. ``crossovers`` is null if they were not computed."""
         found = [
             {
                 "sigma": c.sigma,

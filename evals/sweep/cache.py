@@ -127,7 +127,7 @@ class CellCache:
         return cell
 
     def store(self, cell: Cell) -> None:
-        """Write a cell; the file is whole or not there, whatever happens."""
+        """Write a cell atomically: an interruption leaves no partial file."""
         write(self.path(cell.spec), {"made_by": made_by(), "cell": cell.to_dict()})
 
     def notes(self) -> list[str]:

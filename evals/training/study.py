@@ -59,7 +59,7 @@ class Plan:
             choose(model, recipe, allow_high=self.allow_high)
 
     def costs(self) -> list[Cost]:
-        """The cost model's word on each recipe."""
+        """The cost of each recipe by the cost model."""
         model = self.source.on_meta()
         return [cost(model, recipe, allow_high=self.allow_high) for recipe in self.recipes]
 
@@ -95,7 +95,7 @@ def run_study(
     stage: Stage = silent,
     finished: Callable[[Study], None] = lambda study: None,
 ) -> Study:
-    """Train by every recipe, seed by seed; a run that diverges does not keep the others from theirs.
+    """Train by every recipe, seed by seed; the study continues after a run that diverges.
 
     Each run leaves its checkpoint in a folder of its own under ``output``. ``finished`` is called after each
     with what is known by then. ``tasks`` are run, with ``task_options``, on the checkpoints as

@@ -177,7 +177,7 @@ def _is_intact(file: Path, record: dict[str, Any], tensors: list[OutputTensor]) 
 
 
 def _remove_all_but(model: Path, names: Iterable[str]) -> None:
-    """What a killed run was at when it died."""
+    """The shard that a killed run was writing."""
     for entry in model.iterdir():
         if entry.name not in names:
             remove(entry)

@@ -1,4 +1,4 @@
-"""Writing an output folder so that it is whole or not there at all."""
+"""Writing an output folder atomically: it is complete or not there."""
 
 from __future__ import annotations
 

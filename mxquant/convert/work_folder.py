@@ -3,7 +3,7 @@
 ::
 
     <out>.partial/
-        lock         locked by the process at work; a file that nobody has locked means nothing
+        lock         locked by the process at work; a file that is not locked has no meaning
         model/       the output, which takes its name when it is whole
         replaced/    what was there before, for the moment between two renames
         ...          what the work needs to know of itself, such as a manifest
