@@ -28,7 +28,7 @@ class TheoryReport:
     curves : one for each scheme, at the same sigmas.
     options : those of :func:`mxquant.theory.error` that all have in common.
     span, pairs, crossovers : the range of sigma in which schemes were compared, and where they cross;
-        None where nobody asked.
+        None if they were not computed.
     octave_means : mean error of power-of-two scales over an octave of sigma.
     """
 
