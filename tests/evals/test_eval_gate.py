@@ -104,7 +104,7 @@ def test_a_gate_that_finds_nothing_to_check_does_not_pass():
     ("arguments", "message"),
     [
         (["--max-ppl-increase", "5%"], "--max-ppl-increase requires --baseline MODEL"),
-        (["--max-kl", "0.1"], "--max-kl compares with a baseline"),
+        (["--max-kl", "0.1"], "--max-kl requires --baseline"),
         (["--max-ppl-increase", "5", "--baseline", "x"], "write the percent sign"),
         (["--max-kl", "-1", "--baseline", "x"], "--max-kl"),
         (["--max-kl", "nan", "--baseline", "x"], "--max-kl nan is not a finite number"),
