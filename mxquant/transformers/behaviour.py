@@ -61,8 +61,13 @@ def watch(model: Any) -> Behaviour:
 
 
 def why_not_running(model: Any) -> str | None:
-    """Why a loaded model, all of it on the meta device, does not run on a few tokens; None if it does."""
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    """Why a loaded model, all on the meta device, does not run on a few tokens; None if it does or that is unknown."""
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensor,
+        FakeTensorMode,
+    )
 
     with _quiet(), FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
         try:
@@ -72,6 +77,8 @@ def why_not_running(model: Any) -> str | None:
             for name, t in tensors:
                 fake[name] = FakeTensor(mode, t.detach().to("meta"), torch.device("cpu"))
             torch.func.functional_call(model, fake, kwargs=_inputs())
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            return None  # it looks at numbers, which fake tensors do not have
         except Exception as error:  # of a model's own code, anything
             return " ".join(str(error).split())[:200] or type(error).__name__
     return None

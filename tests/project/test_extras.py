@@ -79,7 +79,7 @@ def test_a_command_says_which_extra_it_needs(arguments, package, extra, tmp_path
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("package", "extra"), {(package, extra) for _, package, extra in REFUSED.values()})
+@pytest.mark.parametrize(("package", "extra"), sorted({(package, extra) for _, package, extra in REFUSED.values()}))
 def test_the_extra_that_is_named_brings_the_package(package, extra):
     brought = [line for name in extra.split(",") for line in PROJECT["optional-dependencies"][name]]
     assert any(line.startswith(package.replace("_", "-")) for line in brought)
