@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mxquant.cli.common import EXIT_FAILED, EXIT_GATE, console, handle_errors, progress, write_json
+from mxquant.cli.common import EXIT_FAILED, EXIT_GATE, console, handle_errors, output_console, progress, write_json
 from mxquant.cli.eval_options import cache_option, check_outputs, gate_options, limits_of, memory_of, output_options
 from mxquant.cli.options import batch_size_option, check_task_options, loading_options, seq_len_option, task_options
 
@@ -35,9 +35,6 @@ Exit codes:
   2  the command was mistyped
   3  a model is beyond a limit of --max-..., or has no figure to compare with it
 """
-
-# Wide enough for a line of every table where nobody's terminal sets the width.
-_PIPE_WIDTH = 160
 
 
 @click.command("eval", epilog=_EPILOG, context_settings={"max_content_width": 120})
@@ -163,11 +160,9 @@ def publish(report: Report, options: dict[str, Any]) -> None:
 
 def print_tables(report: Report) -> None:
     """The tables and what they were measured on, to standard output."""
-    from mxquant.cli.tables import new_console
+    from mxquant.evals.tables import all_of
 
-    out = new_console(_PIPE_WIDTH)
-    for table in report.tables(out.width):
-        out.print(table)
+    output_console().print(*all_of(report.results, report.gate))
     if note := report.footnote():
         click.echo(note)
 
