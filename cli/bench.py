@@ -65,7 +65,7 @@ def bench_command(model: str | None, shapes: tuple[tuple[int, int, int], ...], *
 
     from mxquant.evals import speed
     from mxquant.evals.models import pick_device
-    from mxquant.evals.plots import check_format
+    from mxquant.presentation.picture import check_format
 
     if not model and not shapes:
         raise click.UsageError("name a MODEL or give --shape M,N,K")

@@ -144,7 +144,7 @@ def _check(options: dict[str, Any]) -> None:
         if path is not None and not path.absolute().parent.is_dir():
             raise click.UsageError(f"{option} {path}: there is no folder {path.parent}")
     if options["plot"] is not None:
-        from mxquant.evals.plots import check_format
+        from mxquant.presentation.picture import check_format
 
         check_format(options["plot"])
 

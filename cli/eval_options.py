@@ -96,7 +96,7 @@ def check_outputs(options: dict[str, Any]) -> None:
     if options["report"] is not None and options["report"].suffix.lower() not in (".md", ".markdown"):
         raise click.UsageError(f"--report {options['report']}: reports are Markdown; give a name that ends in .md")
     if options["plot"] is not None:
-        from mxquant.evals.plots import check_format
+        from mxquant.presentation.picture import check_format
 
         check_format(options["plot"])
 

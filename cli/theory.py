@@ -68,8 +68,8 @@ def theory_command(**options: Any) -> None:
     """
     from mxquant import theory
     from mxquant.cli.theory_tables import print_theory
-    from mxquant.evals.plots import check_format
     from mxquant.evals.theory_report import steps, study
+    from mxquant.presentation.picture import check_format
 
     drawn = [path for path in (options["plot"], options["plot_parts"]) if path]
     for path in drawn:
