@@ -20,10 +20,10 @@ import machine
 import torch
 
 from mxquant.evals.models import quiet_transformers
+from mxquant.evals.training.initial_model import from_config
 from mxquant.evals.training.plots import BASELINE, caption_of, color_of, plot_study
-from mxquant.evals.training.report import Row, baseline_of, rows, to_dict
-from mxquant.evals.training.source import from_config
 from mxquant.evals.training.study import Plan, Study, run_study
+from mxquant.evals.training.summary import Row, baseline_of, rows, to_dict
 from mxquant.evals.training.text import load_training_text
 from mxquant.presentation import picture
 from mxquant.training.recipes import RECIPES, LinearFormats, TrainingRecipe

@@ -172,7 +172,7 @@ def _print_cells(grid: Grid, as_json: bool) -> None:
 
 
 def _run(model: str, text: Any, grid: Grid, options: dict[str, Any]) -> Sweep:
-    from mxquant.cli.eval import prepare_libraries
+    from mxquant.cli.evaluating import prepare_libraries
 
     prepare_libraries()
     from mxquant.evals.sweep.jobs import cuda_devices

@@ -6,7 +6,7 @@ import numpy as np
 
 from mxquant import theory
 from mxquant.cli.common import output_console
-from mxquant.evals.theory_report import TheoryReport, bits_per_weight, by_scale
+from mxquant.evals.theory_study import TheoryReport, bits_per_weight, by_scale
 from mxquant.presentation.table import Table
 
 # Rows that stand for a curve, whatever its number of points.

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import click
 
 from mxquant.cli.common import human_bytes, output_console
-from mxquant.evals.training.report import Estimate, baseline_of, rows
 from mxquant.evals.training.study import Study, perplexity
+from mxquant.evals.training.summary import Estimate, baseline_of, rows
 from mxquant.presentation.table import Table
 from mxquant.training.cost import ASSUMPTIONS
 

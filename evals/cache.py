@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mxquant.errors import CheckpointError, MXQuantError
 
 if TYPE_CHECKING:
-    from mxquant.evals.sources import Source
+    from mxquant.evals.find_model import Source
 
 # What an evaluated model runs through: loading, products, and the measuring itself.
 _DECIDING = (

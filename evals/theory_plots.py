@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mxquant.evals.theory_report import by_scale
+from mxquant.evals.theory_study import by_scale
 from mxquant.presentation import picture
 from mxquant.theory import Crossover, Curve, is_periodic
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from mxquant.evals.training.report import baseline_of
 from mxquant.evals.training.study import Study
+from mxquant.evals.training.summary import baseline_of
 from mxquant.presentation import picture
 from mxquant.training.run import RunResult
 
