@@ -27,8 +27,8 @@ from mxquant.evals.diagnose_plots import plot_diagnosis
 from mxquant.evals.sweep.grid import Grid
 from mxquant.evals.sweep.inversions import lines_of
 from mxquant.evals.sweep.plots import KL, PERPLEXITY, Panel, draw
-from mxquant.evals.sweep.report import measured_on, sentences, to_csv
 from mxquant.evals.sweep.run import Sweep, sweep
+from mxquant.evals.sweep.tables import measured_on, sentences, to_csv
 from mxquant.evals.sweep.work import Done, SweepSettings
 from mxquant.evals.text import load_text
 from mxquant.evals.theory_plots import plot_error_curves, plot_parts

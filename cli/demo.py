@@ -10,6 +10,7 @@ import click
 
 from mxquant.cli.common import handle_errors, write_json
 from mxquant.cli.evaluating import prepare_libraries, print_tables, stage
+from mxquant.extras import needs
 
 if TYPE_CHECKING:
     from mxquant.evals.models import EvalModel
@@ -44,6 +45,7 @@ def demo_command(out: Path, as_json: bool) -> None:
     Needs neither network nor GPU, and takes less than a minute on two cores. The model is a small
     one, trained on Python's documentation; the text it is evaluated on was held out.
     """
+    needs("mxquant demo", "scipy", "matplotlib", extra="eval,plot")
     prepare_libraries()
     from mxquant.evals.plots import plot_comparison
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from mxquant.cli.common import handle_errors, progress
+from mxquant.cli.common import handle_errors, printable, progress
 
 _EPILOG = """\b
 Example:
@@ -41,5 +41,6 @@ def dequantize_command(path: str, out: Path, dtype: str | None, overwrite: bool)
             dtype=getattr(torch, dtype) if dtype else None,
             overwrite=overwrite,
             progress=lambda name, count: display.advance(task, count),
+            notify=lambda text: click.echo(f"Warning: {printable(text)}", err=True),
         )
     click.echo(f"Wrote {out}")

@@ -10,6 +10,7 @@ import click
 from mxquant.analysis.defaults import BUDGET, SCHEMES
 from mxquant.cli.common import console, handle_errors, progress, write_json
 from mxquant.cli.options import loading_options
+from mxquant.extras import needs
 from mxquant.schemes.formats import PRESETS, QuantScheme, scale_rules, scheme_fields
 
 if TYPE_CHECKING:
@@ -133,6 +134,7 @@ def _with_rule(text: str, rule: str | None) -> QuantScheme:
 
 def _check(options: dict[str, Any]) -> None:
     """What can be known to be wrong before anything is read."""
+    needs("mxquant diagnose", "scipy", extra="theory")
     if options["calibration"] is None:
         for name in ("windows", "seq_len"):
             if options[name] is not None:

@@ -11,6 +11,7 @@ from mxquant.cli.common import EXIT_FAILED, EXIT_GATE, console, handle_errors, w
 from mxquant.cli.eval_options import cache_option, check_outputs, gate_options, limits_of, memory_of, output_options
 from mxquant.cli.evaluating import prepare_libraries, print_tables, stage
 from mxquant.cli.options import batch_size_option, check_task_options, loading_options, seq_len_option, task_options
+from mxquant.extras import needs
 
 if TYPE_CHECKING:
     from mxquant.evals.find_model import Source
@@ -131,6 +132,8 @@ def _check(options: dict[str, Any]) -> Limits | None:
     check_task_options(options)
     if options["no_perplexity"] and options["tasks"] is None:
         raise click.UsageError("--no-perplexity leaves nothing to do without --tasks")
+    if options["baseline"] is not None:
+        needs("--baseline", "scipy", extra="eval")
     check_outputs(options)
     return limits_of(options)
 

@@ -95,10 +95,12 @@ def check_outputs(options: dict[str, Any]) -> None:
             raise click.UsageError(f"--{name} {path}: there is no folder {path.parent}")
     if options["report"] is not None and options["report"].suffix.lower() not in (".md", ".markdown"):
         raise click.UsageError(f"--report {options['report']}: reports are Markdown; give a name that ends in .md")
-    if options["plot"] is not None:
+    pictures = [options["plot"], options["report"] and options["report"].with_suffix(".png")]
+    if any(pictures):
         from mxquant.presentation.picture import check_format
 
-        check_format(options["plot"])
+        for picture in filter(None, pictures):
+            check_format(picture)
 
 
 def memory_of(options: dict[str, Any], settings: EvalSettings, tasks: TaskSet | None) -> Memory | None:

@@ -100,7 +100,7 @@ def _read_stdin() -> str:
     from mxquant.errors import MXQuantError
 
     try:
-        return click.get_binary_stream("stdin").read().decode("utf-8")
+        return sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
         raise MXQuantError(f"standard input is not UTF-8 (byte {error.start})") from error
 

@@ -7,6 +7,7 @@ import importlib
 import click
 
 from mxquant import __version__
+from mxquant.cli import quiet_imports
 
 # command -> one line of help; its module is mxquant.cli.<command>, its function <command>.
 _COMMANDS = {
@@ -53,6 +54,7 @@ class _LazyGroup(click.Group):
 @click.version_option(__version__, prog_name="mxquant")
 def main() -> None:
     """4-bit block-scaled quantization (MXFP4, NVFP4, UE5M3) for Hugging Face language models."""
+    quiet_imports.install()
 
 
 if __name__ == "__main__":

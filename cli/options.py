@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import click
 
+from mxquant.extras import needs
 from mxquant.schemes.formats import ELEMENTS, PRESETS, ROUNDINGS, SCALES, QuantScheme, scale_rules
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -89,11 +90,13 @@ loading_options = all_of(
 
 
 def check_task_options(options: dict[str, Any]) -> None:
-    """Raise ``UsageError`` for options that say how to run tasks where there are none."""
+    """Raise ``UsageError`` for options that say how to run tasks where there are none, or without lm-eval."""
     if options["tasks"] is None:
         for name in ("limit", "num_fewshot", "include_path"):
             if options[name] is not None:
                 raise click.UsageError(f"--{name.replace('_', '-')} goes with --tasks")
+    else:
+        needs("--tasks", "lm_eval", extra="eval")
 
 
 def scheme_from(options: dict[str, Any]) -> QuantScheme | None:

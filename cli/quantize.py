@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mxquant.cli.common import console, handle_errors, progress, write_json
+from mxquant.cli.common import console, handle_errors, printable, progress, write_json
+from mxquant.cli.default_out import default_out
 from mxquant.cli.options import SCHEME_HELP, scheme_from, scheme_options
 from mxquant.errors import SchemeError
 from mxquant.schemes.formats import QuantScheme
@@ -93,13 +94,15 @@ def quantize_command(**options: Any) -> None:
     Prints the plan, streams the weights into OUT and ends with a report of what it cost, which is
     also kept as OUT/quantization_report.json. OUT loads with AutoModelForCausalLM.from_pretrained.
     """
+    from rich.markup import escape
+
     from mxquant.cli import quantize_tables
     from mxquant.convert import pipeline
     from mxquant.convert.output import check_output
 
     recipe, label = _recipe(options)
     source = options["source"]
-    out = options["out"] or Path(f"{_name(str(source))}-{label}")
+    out = options["out"] or default_out(str(source), label)
     quiet = options["as_json"]
     checkpoint, plan = pipeline.plan_model(
         source,
@@ -121,11 +124,11 @@ def quantize_command(**options: Any) -> None:
             quantize_tables.print_plan(plan, out)
         return
     if not options["resume"]:  # what it makes of an output that is there, the pipeline knows
-        check_output(out, checkpoint.source, options["overwrite"])
+        check_output(out, checkpoint, options["overwrite"])
     if not quiet:
         quantize_tables.print_plan_summary(plan, out)
     for warning in plan.warnings:
-        console().print(f"[yellow]Warning:[/] {warning}")
+        console().print(f"[yellow]Warning:[/] {escape(printable(warning))}")
     report = _run(checkpoint, plan, out, options)
     if quiet:
         write_json(report.to_dict())
@@ -162,10 +165,6 @@ def _run(checkpoint: Checkpoint, plan: QuantPlan, out: Path, options: dict[str, 
             raise
 
 
-def _name(source: str) -> str:
-    return Path(source).stem if source.lower().endswith(".gguf") else Path(source.rstrip("/")).name
-
-
 def _push(out: Path, repo: str) -> None:
     from mxquant.checkpoint.upload import push_folder
     from mxquant.convert.card.files import read_report, write_card
@@ -177,8 +176,8 @@ def _push(out: Path, repo: str) -> None:
 def _recipe(options: dict[str, Any]) -> tuple[QuantRecipe, str]:
     """The recipe that the options ask for, and a label for the output's name."""
     given = scheme_from(options)
-    patterns = {"include": tuple(options["include"]), "exclude": tuple(options["exclude"])}
-    dynamic = {name: options[name] for name in ("activations", "kv_cache") if options[name] is not None}
+    patterns: dict[str, Any] = {"include": tuple(options["include"]), "exclude": tuple(options["exclude"])}
+    dynamic: dict[str, Any] = {name: options[name] for name in ("activations", "kv_cache") if options[name] is not None}
     if options["recipe"] is not None:
         recipe = QuantRecipe.from_file(options["recipe"])
         if given is not None:

@@ -6,8 +6,10 @@ from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.markup import escape
+
 from mxquant.checkpoint.formats.native import with_wildcards
-from mxquant.cli.common import human_bytes, output_console
+from mxquant.cli.common import human_bytes, output_console, printable
 from mxquant.presentation.table import Marked, Table
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ def print_plan(plan: QuantPlan, out: Path) -> None:
         table.add(name.removesuffix(".weight"), "", "shared", f"tied to {source}", "1", "0 B", "0 B")
     output_console().print(table)
     for warning in plan.warnings:
-        output_console().print(f"[yellow]Warning:[/] {warning}", soft_wrap=True)
+        output_console().print(f"[yellow]Warning:[/] {escape(printable(warning))}", soft_wrap=True)
     print_plan_summary(plan, out)
 
 

@@ -13,6 +13,7 @@ import click
 from mxquant.cli.common import console, handle_errors, output_console, progress, write_json
 from mxquant.cli.options import batch_size_option, check_task_options, loading_options, seq_len_option, task_options
 from mxquant.evals.sweep.grid import PAPER, PRESETS, Grid
+from mxquant.extras import needs
 
 if TYPE_CHECKING:
     from mxquant.evals.sweep.run import Sweep
@@ -111,6 +112,9 @@ def sweep_command(model: str, **options: Any) -> None:
     if options["dry_run"]:
         _print_cells(grid, options["as_json"])
         return
+    needs("mxquant sweep", "scipy", extra="eval")
+    if options["output"] is not None:
+        needs("--output", "matplotlib", extra="plot")
     from mxquant.evals.text import load_text
 
     with console().status("reading the text"):

@@ -10,6 +10,7 @@ import click
 
 from mxquant.cli.common import console, handle_errors, write_json
 from mxquant.cli.options import check_task_options, task_options
+from mxquant.extras import needs
 from mxquant.schemes.formats import ROUNDINGS
 
 if TYPE_CHECKING:
@@ -109,6 +110,10 @@ def train_command(**options: Any) -> None:
     recipes = _recipes(options)
     if options["pretrained"] and (options["config"] or options["tokenizer"]):
         raise click.UsageError("--from brings its own config and tokenizer; leave out --config and --tokenizer")
+    if not options["dry_run"]:
+        needs("mxquant train", "matplotlib", extra="plot")
+        if len(_seeds(options["seeds"])) > 1:
+            needs("--seeds", "scipy", extra="eval")
     from mxquant.cli import train_tables
     from mxquant.cli.evaluating import prepare_libraries
 
@@ -171,11 +176,14 @@ def _plan(recipes: tuple[TrainingRecipe, ...], options: dict[str, Any]) -> Plan:
     from mxquant.training.run import RunSettings
 
     steps, warmup = options["steps"], options["warmup"]
+    given: dict[str, Any] = {
+        **{name: options[name] for name in ("steps", "batch_size", "grad_accum", "dtype", "monitor_every")},
+        **{name: options[name] or 0 for name in ("save_every", "eval_every")},
+    }
     settings = RunSettings(
         lr=options["lr"] or (_LR_CHECKPOINT if options["pretrained"] else _LR_SCRATCH),
         warmup=steps // 10 if warmup is None else warmup,
-        **{name: options[name] for name in ("steps", "batch_size", "grad_accum", "dtype", "monitor_every")},
-        **{name: options[name] or 0 for name in ("save_every", "eval_every")},
+        **given,
         gradient_checkpointing=options["gradient_checkpointing"],
         compile=options["compile"],
     )

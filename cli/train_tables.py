@@ -13,22 +13,22 @@ from mxquant.presentation.table import Table
 from mxquant.training.cost import ASSUMPTIONS
 
 if TYPE_CHECKING:
-    from mxquant.training.cost import Cost
+    from mxquant.training.cost import Component, Cost
 
 
 def print_costs(model: str, costs: list[Cost]) -> None:
     """Memory by component and theoretical speed-up, and what they assume."""
     for cost in costs:
         table = Table.of(f"{model} under {cost.recipe}", ("weights",), ("params", "bf16", "becomes", "block scales"))
-        for part in (*cost.components, cost):
-            is_total = part is cost
+        parts: list[tuple[str, Component | Cost]] = [(part.name, part) for part in cost.components]
+        for name, part in [*parts, ("total", cost)]:
             table.add(
-                "total" if is_total else part.name,  # type: ignore[union-attr]
+                name,
                 f"{part.parameters / 1e6:,.1f} M",
                 _megabytes(part.bytes_before),
                 _megabytes(part.bytes_after),
                 human_bytes(part.scale_bytes),
-                style="bold" if is_total else "",
+                style="bold" if part is cost else "",
             )
         output_console().print(table)
         click.echo(

@@ -84,7 +84,7 @@ class CellCache:
 
     def path(self, spec: CellSpec | None) -> Path:
         """The file of a cell, there or not."""
-        fields = dict(self._inputs)
+        fields: dict[str, Any] = dict(self._inputs)
         if spec is not None:
             activations = spec.activations
             fields["weights"] = spec.weights.to_dict()

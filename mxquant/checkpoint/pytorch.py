@@ -22,8 +22,6 @@ from mxquant.checkpoint.layout import ITEM_SIZES
 from mxquant.checkpoint.reader import PYTORCH_FILES, Checkpoint
 from mxquant.errors import CheckpointError
 
-INDEX_NAME = "pytorch_model.bin.index.json"
-SINGLE_NAME = "pytorch_model.bin"
 DTYPE_NAMES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2", torch.uint16: "U16", torch.int16: "I16", torch.float16: "F16",
@@ -35,7 +33,8 @@ DTYPE_NAMES = {
 class PytorchCheckpoint(Checkpoint):
     """A folder of ``pytorch_model.bin``; for what else it is, see :class:`Checkpoint`."""
 
-    index_name, single_name, pattern = INDEX_NAME, SINGLE_NAME, PYTORCH_FILES
+    pattern = PYTORCH_FILES
+    _pytorch = True
 
     def _get(self, name: str) -> torch.Tensor:
         return self._handles[self._files[name]][name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +17,6 @@ from mxquant.errors import PlanError
 from mxquant.schemes.formats import QuantScheme
 from mxquant.schemes.recipe import QuantRecipe
 from mxquant.transformers.architectures import NameMapper, Parameter, inventory
-from mxquant.transformers.behaviour import Behaviour
 from mxquant.transformers.fused import fused_groups
 from mxquant.transformers.kinds import Kind
 from mxquant.transformers.mixtures import Layout, Piece, Place, layout, problems_of
@@ -37,10 +37,18 @@ class Decided:
 
 
 def decide(
-    checkpoint: Checkpoint, recipe: QuantRecipe, model: Any, seen: Behaviour, *, allow_dense: bool = False
+    checkpoint: Checkpoint,
+    recipe: QuantRecipe,
+    model: Any,
+    handled: Collection[str] = (),
+    *,
+    allow_dense: bool = False,
 ) -> Decided:
-    """Decide on every tensor. Raises ``PlanError`` with all problems found."""
-    parameters = {p.name: p for p in inventory(model, seen.written)}
+    """Decide on every tensor. ``handled``: parameters that the model itself changes or reads as it runs.
+
+    Raises ``PlanError`` with all problems found.
+    """
+    parameters = {p.name: p for p in inventory(model, handled)}
     mapper = NameMapper(model)
     twice = _stored_twice(checkpoint, parameters, mapper)
     tensors, problems = _decide(checkpoint, recipe, parameters, mapper)
@@ -53,8 +61,19 @@ def decide(
     if problems:
         raise PlanError(problems)
     present = {mapper(name) for name in checkpoint.tensors if name not in twice}
-    tied = {p.name: p.tied_to for p in parameters.values() if p.tied_to and p.name not in present}
-    return Decided(tensors, tied, mapper)
+    return Decided(tensors, _tied(parameters, present), mapper)
+
+
+def _tied(parameters: dict[str, Parameter], present: Collection[str | None]) -> dict[str, str]:
+    """Parameters without a tensor of their own, and the one that each shares."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for p in parameters.values():
+        groups[p.tied_to or p.name].append(p.name)
+    tied: dict[str, str] = {}
+    for source, names in groups.items():
+        holder = source if source in present else next((n for n in names if n in present), source)
+        tied |= {name: holder for name in names if name not in present and name != holder}
+    return tied
 
 
 def _lacks(checkpoint: Checkpoint, missing: list[str], tensors: list[TensorPlan], model: str) -> str:
@@ -112,8 +131,10 @@ def _decide(
             )
             continue
         if not (place and parameter and place.is_whole):
-            reason = "not a parameter of the model class, or only a part of one"
-            tensors.append(TensorPlan(info.name, info.dtype, info.shape, Kind.UNKNOWN, None, reason))
+            reason, kind = "not a parameter of the model class, or only a part of one", Kind.UNKNOWN
+            if parameter and parameter.kind.expected:
+                reason, kind = f"part of {parameter.name} ({parameter.kind})", parameter.kind
+            tensors.append(TensorPlan(info.name, info.dtype, info.shape, kind, None, reason))
             continue
         stored = parameter.shape[::-1] if parameter.transposed else parameter.shape
         if info.shape != stored:

@@ -58,14 +58,19 @@ def work_folder(out: Path) -> Iterator[WorkFolder]:
                 folder.rmdir()
 
 
+def partial_folder(out: Path) -> Path:
+    """The path of the work folder. Raises ``CheckpointError`` for an output without a name."""
+    if out.name in ("", ".."):  # nothing can be beside it, nor take its place
+        raise CheckpointError(f"output {out} has no name of its own; give one, such as --out ./small")
+    return out.with_name(out.name + ".partial")
+
+
 class WorkFolder:
     """See :func:`work_folder`. ``path``: the folder; ``model``: the output that is being built in it."""
 
     def __init__(self, out: Path):
-        if out.name in ("", ".."):  # nothing can be beside it, nor take its place
-            raise CheckpointError(f"output {out} has no name of its own; give one, such as --out ./small")
         self._out = out
-        self.path = out.with_name(out.name + ".partial")
+        self.path = partial_folder(out)
         self.model = self.path / _MODEL
 
     def clear(self) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mxquant.errors import MXQuantError
+from mxquant.extras import needs
 
 FORMATS = (".png", ".pdf", ".svg")
 
@@ -28,9 +29,10 @@ _LEGEND_LINE_INCHES = 0.19
 
 
 def check_format(path: str | Path) -> None:
-    """Raise ``MXQuantError`` unless the file's name ends in one of ``FORMATS``."""
+    """Raise ``MXQuantError`` unless the file's name ends in one of ``FORMATS`` and matplotlib is installed."""
     if Path(path).suffix.lower() not in FORMATS:
         raise MXQuantError(f"pictures are written as {', '.join(FORMATS)}, not as {Path(path).name!r}")
+    needs(f"drawing {Path(path).name}", "matplotlib", extra="plot")
 
 
 def new_figure(width: float, height: float) -> Any:

@@ -365,7 +365,7 @@ class TestGguf:
 
     def test_needs_the_package_gguf_and_says_how_to_get_it(self, write_gguf, tmp_path, monkeypatch):
         file = write_gguf(tmp_path / "tiny.gguf")
-        monkeypatch.setattr("mxquant.transformers.gguf.find_spec", lambda name: None)
+        monkeypatch.setattr("mxquant.extras.find_spec", lambda name: None)
         with pytest.raises(CheckpointError, match=r"pip install 'mxquant\[gguf\]'"):
             open_source(file)
 

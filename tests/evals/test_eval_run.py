@@ -213,3 +213,20 @@ def test_bits_per_weight_count_experts_too(kind, make_checkpoint, tmp_path):
     stored = sum(t.bytes_after for t in quantized)
     weights = sum(math.prod(t.shape) for t in quantized)
     assert (scheme, bits) == ("fp4-ue5m3-b16", pytest.approx(8 * stored / weights))
+
+
+@pytest.mark.parametrize("command", ["eval", "generate", "sweep"])
+def test_a_model_that_predicts_no_tokens_is_refused_by_name(command, tmp_path):
+    import transformers as hf
+    from broken_inputs import run, stderr_line
+
+    config = hf.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_labels=1)
+    hf.AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "reward")
+    more = {
+        "eval": ["--text", "builtin"],
+        "generate": ["hello"],
+        "sweep": ["--text", "builtin", "--output", tmp_path / "out"],
+    }[command]
+    result = run(command, tmp_path / "reward", *more)
+    assert result.exit_code == 1
+    assert "LlamaForSequenceClassification, which predicts no tokens" in stderr_line(result)

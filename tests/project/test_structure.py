@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # A unit is a module or package directly under `mxquant`. It may import those further up, and within itself.
 LAYERS = (
     ("errors",),
+    ("extras",),
     ("bundled", "presentation", "schemes"),
     ("codec",),
     ("checkpoint", "kernels"),
@@ -34,6 +35,7 @@ LAYERS = (
     ("inspection",),
     ("evals",),
     ("cli",),
+    ("__main__",),
 )
 LEVEL = {unit: level for level, layer in enumerate(LAYERS) for unit in layer}
 
