@@ -53,9 +53,9 @@ _Columns = dict[str, Callable[[_Line], Any]]
 
 def _models(results: list[ModelResult]) -> list[Table]:
     """Sizes and quality of each model; with several texts, quality in a table of its own."""
-    lines: list[_Line] = [
-        line for row in results for line in ([(row, *item) for item in row.perplexities.items()] or [(row, "", None)])
-    ]
+    lines: list[_Line] = []
+    for row in results:
+        lines += [(row, *item) for item in row.perplexities.items()] or [(row, "", None)]
     names: _Columns = {"model": lambda line: line[0].name}
     sizes: _Columns = {
         "bits": lambda line: _bits(line[0]),
