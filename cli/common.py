@@ -23,12 +23,22 @@ if TYPE_CHECKING:
 EXIT_FAILED = 1
 EXIT_GATE = 3
 
+# Wide enough for a line of almost every table where nobody's terminal sets the width.
+_PIPE_WIDTH = 160
+
 
 def console() -> Console:
     """A console on standard error; standard output is left to results such as ``--json``."""
     from rich.console import Console
 
     return Console(stderr=True, highlight=False, soft_wrap=not sys.stderr.isatty())
+
+
+def output_console() -> Console:
+    """Standard output for tables: as wide as the terminal, or wide enough for most lines where it is none."""
+    from rich.console import Console
+
+    return Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
 
 
 def handle_errors(function: Callable[..., Any]) -> Callable[..., Any]:

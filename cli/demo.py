@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mxquant.cli.common import handle_errors, write_json
-from mxquant.cli.eval import prepare_libraries, print_tables, stage
+from mxquant.cli.evaluating import prepare_libraries, print_tables, stage
 from mxquant.extras import needs
 
 if TYPE_CHECKING:
@@ -92,10 +92,10 @@ def _quantize(out: Path) -> list[Path]:
 
 
 def _evaluate(folders: list[Path]) -> Report:
+    from mxquant.evals.find_model import find_model
     from mxquant.evals.report import Report
     from mxquant.evals.run import run
     from mxquant.evals.settings import EvalSettings
-    from mxquant.evals.sources import find_model
     from mxquant.evals.text import load_text
 
     report = Report([], [load_text("builtin")])

@@ -14,8 +14,8 @@ from mxquant.extras import needs
 from mxquant.schemes.formats import PRESETS, QuantScheme, scale_rules, scheme_fields
 
 if TYPE_CHECKING:
-    from mxquant.analysis.diagnose import Subject
     from mxquant.analysis.diagnosis import Diagnosis, Mix
+    from mxquant.analysis.examine import Subject
     from mxquant.analysis.sensitivity import Calibration
     from mxquant.evals.text import EvalText
 
@@ -88,8 +88,8 @@ def diagnose_command(model: str, **options: Any) -> None:
     _check(options)
     text = _text(options["calibration"])
     from mxquant.analysis.advice import advice
-    from mxquant.analysis.diagnose import prepare
     from mxquant.analysis.diagnosis import check_budget
+    from mxquant.analysis.examine import prepare
 
     with console().status("reading the headers"):
         subject = prepare(
@@ -105,7 +105,7 @@ def diagnose_command(model: str, **options: Any) -> None:
     mix = diagnosis.mix(options["budget"])
     written = _write(diagnosis, mix, options)
     if options["as_json"]:
-        from mxquant.analysis.report import to_dict
+        from mxquant.analysis.export import to_dict
 
         write_json(to_dict(diagnosis, mix))
         return
@@ -148,7 +148,7 @@ def _check(options: dict[str, Any]) -> None:
         if path is not None and not path.absolute().parent.is_dir():
             raise click.UsageError(f"{option} {path}: there is no folder {path.parent}")
     if options["plot"] is not None:
-        from mxquant.evals.plots import check_format
+        from mxquant.presentation.picture import check_format
 
         check_format(options["plot"])
 
@@ -167,7 +167,7 @@ def _text(name: str | None) -> EvalText | None:
 
 
 def _calibrate(subject: Subject, text: EvalText, options: dict[str, Any]) -> Calibration:
-    from mxquant.cli.eval import prepare_libraries, stage
+    from mxquant.cli.evaluating import prepare_libraries, stage
 
     prepare_libraries()
     from mxquant.errors import MXQuantError
@@ -196,7 +196,7 @@ def _calibrate(subject: Subject, text: EvalText, options: dict[str, Any]) -> Cal
 
 
 def _measure(subject: Subject, calibration: Calibration | None, options: dict[str, Any]) -> Diagnosis:
-    from mxquant.analysis.diagnose import examine
+    from mxquant.analysis.examine import examine
 
     with progress(enabled=not options["as_json"]) as display:
         task = display.add_task("Measuring", total=subject.weights * options["sample"])
@@ -211,8 +211,8 @@ def _measure(subject: Subject, calibration: Calibration | None, options: dict[st
 def _write(diagnosis: Diagnosis, mix: Mix, options: dict[str, Any]) -> list[Path]:
     written = []
     if options["recipe_out"] is not None:
+        from mxquant.analysis.export import headline
         from mxquant.analysis.recipes import to_yaml
-        from mxquant.analysis.report import headline
 
         options["recipe_out"].write_text(to_yaml(mix.recipe, headline(diagnosis, mix)))
         written.append(options["recipe_out"])

@@ -97,7 +97,7 @@ def check_outputs(options: dict[str, Any]) -> None:
         raise click.UsageError(f"--report {options['report']}: the name of a Markdown report must end in .md")
     pictures = [options["plot"], options["report"] and options["report"].with_suffix(".png")]
     if any(pictures):
-        from mxquant.evals.plots import check_format
+        from mxquant.presentation.picture import check_format
 
         for picture in filter(None, pictures):
             check_format(picture)

@@ -79,8 +79,8 @@ def generate_command(path: str, prompt: str, **options: Any) -> None:
     if prompt == "-":
         prompt = _read_stdin()
     with console().status("starting"):
+        from mxquant.evals.find_model import find_model
         from mxquant.evals.models import load_model, quiet_transformers
-        from mxquant.evals.sources import find_model
 
         quiet_transformers(progress_bars=False)
     as_json = options.pop("as_json")

@@ -98,7 +98,7 @@ def quantize_command(**options: Any) -> None:
     """
     from rich.markup import escape
 
-    from mxquant.cli import tables
+    from mxquant.cli import quantize_tables
     from mxquant.convert import pipeline
     from mxquant.convert.output import check_output
 
@@ -123,19 +123,19 @@ def quantize_command(**options: Any) -> None:
         if quiet:
             write_json({"out": str(out), **plan.to_dict()})
         else:
-            tables.print_plan(plan, out)
+            quantize_tables.print_plan(plan, out)
         return
     if not options["resume"]:  # what it makes of an output that is there, the pipeline knows
         check_output(out, checkpoint, options["overwrite"])
     if not quiet:
-        tables.print_plan_summary(plan, out)
+        quantize_tables.print_plan_summary(plan, out)
     for warning in plan.warnings:
         console().print(f"[yellow]Warning:[/] {escape(printable(warning))}")
     report = _run(checkpoint, plan, out, options)
     if quiet:
         write_json(report.to_dict())
     elif report.resumed_parameters < plan.parameters:
-        tables.print_report(report)
+        quantize_tables.print_report(report)
     if options["repo"] is not None:
         _push(out, options["repo"])
 

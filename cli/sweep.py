@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mxquant.cli.common import console, handle_errors, progress, write_json
+from mxquant.cli.common import console, handle_errors, output_console, progress, write_json
 from mxquant.cli.options import batch_size_option, check_task_options, loading_options, seq_len_option, task_options
 from mxquant.evals.sweep.grid import PAPER, PRESETS, Grid
 from mxquant.extras import needs
@@ -45,8 +45,6 @@ _SCALES = "e8m0,e4m3,e4m3+global,ue5m3,bf16"
 _BLOCKS = "8,16,32,64,128"
 _TEXT = "wikitext2"
 _WINDOWS = 16
-# Wide enough for a row of every table where nobody's terminal sets the width.
-_PIPE_WIDTH = 132
 
 
 class _Windows(click.ParamType):
@@ -184,7 +182,7 @@ def _print_cells(grid: Grid, as_json: bool) -> None:
 
 
 def _run(model: str, text: Any, grid: Grid, options: dict[str, Any]) -> Sweep:
-    from mxquant.cli.eval import prepare_libraries
+    from mxquant.cli.evaluating import prepare_libraries
 
     prepare_libraries()
     from mxquant.evals.sweep.jobs import cuda_devices
@@ -257,7 +255,7 @@ class _Display(contextlib.AbstractContextManager["_Display"]):
 def _write(found: Sweep, folder: Path) -> list[Path]:
     """JSON, CSV and pictures of a sweep."""
     from mxquant.evals.sweep.plots import plot_sweep
-    from mxquant.evals.sweep.report import measured_on, to_csv
+    from mxquant.evals.sweep.tables import measured_on, to_csv
 
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / f"sweep.{kind}" for kind in ("json", "csv", "png", "svg")]
@@ -269,12 +267,8 @@ def _write(found: Sweep, folder: Path) -> list[Path]:
 
 
 def _print(found: Sweep) -> None:
-    from mxquant.cli.tables import new_console
-    from mxquant.evals.sweep.report import sentences, tables
+    from mxquant.evals.sweep.tables import sentences, tables
 
-    out = new_console(_PIPE_WIDTH)
-    for title, table in tables(found):
-        out.print(f"[bold]{title}[/bold]", soft_wrap=True)
-        out.print(table)
+    output_console().print(*tables(found))
     for line in sentences(found):
         click.echo(line)

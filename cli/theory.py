@@ -12,7 +12,7 @@ from mxquant.cli.common import handle_errors, progress, write_json
 from mxquant.schemes.formats import ELEMENTS, ROUNDINGS, QuantScheme
 
 if TYPE_CHECKING:
-    from mxquant.evals.theory_report import TheoryReport
+    from mxquant.evals.theory_study import TheoryReport
 
 _EPILOG = """\b
 Examples:
@@ -74,8 +74,8 @@ def theory_command(**options: Any) -> None:
     """
     from mxquant import theory
     from mxquant.cli.theory_tables import print_theory
-    from mxquant.evals.plots import check_format
-    from mxquant.evals.theory_report import steps, study
+    from mxquant.evals.theory_study import steps, study
+    from mxquant.presentation.picture import check_format
 
     drawn = [path for path in (options["plot"], options["plot_parts"]) if path]
     for path in drawn:

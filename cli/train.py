@@ -138,7 +138,7 @@ def train_command(**options: Any) -> None:
         if len(_seeds(options["seeds"])) > 1:
             needs("--seeds", "scipy", extra="eval")
     from mxquant.cli import train_tables
-    from mxquant.cli.eval import prepare_libraries
+    from mxquant.cli.evaluating import prepare_libraries
 
     prepare_libraries()
     from mxquant.evals.training.study import is_main_process
@@ -155,7 +155,7 @@ def train_command(**options: Any) -> None:
     if not is_main_process():
         return
     if options["as_json"]:
-        from mxquant.evals.training.report import to_dict
+        from mxquant.evals.training.summary import to_dict
 
         write_json(to_dict(study))
         return
@@ -193,7 +193,7 @@ def _seeds(text: str) -> tuple[int, ...]:
 def _plan(recipes: tuple[TrainingRecipe, ...], options: dict[str, Any]) -> Plan:
     """Everything that can be wrong is found here, before anything is trained."""
     from mxquant.evals.text import EvalText
-    from mxquant.evals.training.source import from_checkpoint, from_config
+    from mxquant.evals.training.initial_model import from_checkpoint, from_config
     from mxquant.evals.training.study import Plan
     from mxquant.evals.training.text import TrainingText, load_training_text
     from mxquant.training.run import RunSettings
@@ -241,11 +241,11 @@ def _plan(recipes: tuple[TrainingRecipe, ...], options: dict[str, Any]) -> Plan:
 
 
 def _run(plan: Plan, options: dict[str, Any]) -> Study:
-    from mxquant.cli.eval import stage
+    from mxquant.cli.evaluating import stage
     from mxquant.evals.run import silent
     from mxquant.evals.training.plots import plot_study
-    from mxquant.evals.training.report import to_dict
     from mxquant.evals.training.study import is_main_process, run_study
+    from mxquant.evals.training.summary import to_dict
 
     tasks, output = None, options["output"]
     if options["tasks"] is not None:

@@ -12,8 +12,8 @@ from transformers import LogitsProcessor, TextStreamer
 
 from mxquant.convert.memory import anonymous_bytes
 from mxquant.errors import CheckpointError, MXQuantError
+from mxquant.evals.find_model import first_line
 from mxquant.evals.models import EvalModel
-from mxquant.evals.sources import first_line
 
 Emit = Callable[[str], None]
 

@@ -15,7 +15,7 @@ import torch
 
 from mxquant.codec.qtensor import QTensor
 from mxquant.errors import CheckpointError, MXQuantError
-from mxquant.evals.sources import Source, find_model, first_line
+from mxquant.evals.find_model import Source, find_model, first_line
 
 # How the names of the files begin that tokenizers are read from.
 _TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece", "spm", "merges", "tekken", "bpe")

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from mxquant.evals.find_model import Source
 from mxquant.evals.models import EvalModel, load_model
 from mxquant.evals.perplexity import check_vocabularies, evaluate
 from mxquant.evals.report import Report
 from mxquant.evals.results import ModelResult
 from mxquant.evals.settings import EvalSettings
-from mxquant.evals.sources import Source
 from mxquant.evals.windows import cut_windows, window_length
 
 if TYPE_CHECKING:

@@ -24,18 +24,6 @@ from mxquant.evals.sweep.grid import CellSpec
 
 # Raised when a figure changes its meaning.
 _VERSION = 1
-# Modules whose code decides what a figure is.
-_DECIDING = (
-    *(
-        "mxquant.codec.blocks",
-        "mxquant.schemes.formats",
-        "mxquant.codec.numerics",
-        "mxquant.codec.scaling",
-        "mxquant.schemes.activations",
-    ),
-    *("mxquant.codec.rounding", "mxquant.codec.dynamic", "mxquant.evals.divergence", "mxquant.evals.perplexity"),
-    *("mxquant.evals.intervals", "mxquant.evals.inplace", "mxquant.evals.experts", "mxquant.evals.sweep.cells"),
-)
 # Of a config: where it came from and what wrote it say nothing about the model.
 _ORIGIN = ("_name_or_path", "transformers_version")
 
@@ -47,7 +35,7 @@ def default_folder() -> Path:
 
 def made_by() -> dict[str, str]:
     """What the figures of a cell depend on besides its inputs."""
-    return {"mxquant": __version__, "code": code_hash(_DECIDING), "figures": str(_VERSION)}
+    return {"mxquant": __version__, "code": code_hash(), "figures": str(_VERSION)}
 
 
 def fingerprint(model: Any) -> str:

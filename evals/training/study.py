@@ -14,7 +14,7 @@ import torch
 from mxquant.errors import MXQuantError
 from mxquant.evals.models import EvalModel
 from mxquant.evals.run import Stage, silent
-from mxquant.evals.training.source import ModelSource
+from mxquant.evals.training.initial_model import ModelSource
 from mxquant.evals.training.text import TrainingText, heldout_windows, training_windows
 from mxquant.evals.windows import window_length
 from mxquant.training.conversion import choose, convert, weights_only

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from mxquant.errors import MXQuantError
+from mxquant.evals.find_model import first_line
 from mxquant.evals.hub import ensure_quick_failure
-from mxquant.evals.sources import first_line
 from mxquant.evals.text import BUILTIN, EvalText, load_text
 from mxquant.evals.windows import cut_windows
 from mxquant.extras import needs

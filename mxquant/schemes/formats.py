@@ -359,7 +359,7 @@ class QuantScheme:
         """
         changes = dict(fields)
         preset = changes.pop("preset", None)
-        return (cls() if preset is None else cls.preset(preset)).merge(**changes)
+        return (cls() if preset is None else cls.preset(preset)).merge(**{str(key): v for key, v in changes.items()})
 
 
 def scheme_fields(text: str) -> dict[str, Any]:

@@ -17,9 +17,9 @@ import mxquant.bundled
 from mxquant import quantize, quantize_model
 from mxquant.analysis.advice import advice
 from mxquant.analysis.defaults import SCHEMES
-from mxquant.analysis.diagnose import diagnose, examine, prepare
+from mxquant.analysis.examine import diagnose, examine, prepare
+from mxquant.analysis.export import headline, to_dict
 from mxquant.analysis.recipes import to_yaml
-from mxquant.analysis.report import headline, to_dict
 from mxquant.analysis.sensitivity import Calibration, Sensitivity
 from mxquant.analysis.statistics import WeightStats
 from mxquant.cli.main import main

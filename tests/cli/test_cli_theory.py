@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from mxquant import theory
 from mxquant.cli.main import main
 from mxquant.evals.theory_plots import plot_error_curves, plot_parts
-from mxquant.evals.theory_report import neighbours, steps, study
+from mxquant.evals.theory_study import neighbours, steps, study
 from mxquant.schemes.formats import QuantScheme
 
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import mxquant
 from mxquant.cli.main import main
-from mxquant.evals.training.report import Estimate
+from mxquant.evals.training.summary import Estimate
 from mxquant.evals.training.text import load_training_text, training_windows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -218,7 +218,7 @@ def test_a_data_set_in_a_folder(tmp_path):
 
 
 def test_windows_hold_whole_documents_between_their_special_tokens():
-    from mxquant.evals.training.source import from_config
+    from mxquant.evals.training.initial_model import from_config
 
     tokenizer = from_config(None, None).tokenizer
     text = load_training_text("builtin")

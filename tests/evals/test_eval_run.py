@@ -15,9 +15,9 @@ import mxquant.bundled
 from mxquant.cli.main import main
 from mxquant.evals import run as run_module
 from mxquant.evals.cache import model_hash
+from mxquant.evals.find_model import find_model
 from mxquant.evals.models import load_model
 from mxquant.evals.result_store import Memory
-from mxquant.evals.sources import find_model
 
 BUNDLED = str(mxquant.bundled.path())
 QUICK = ("--seq-len", "64", "--device", "cpu")

@@ -27,8 +27,8 @@ from mxquant.evals.sweep.grid import PRESETS, CellSpec, Grid
 from mxquant.evals.sweep.inversions import find_inversions, lines_of, number
 from mxquant.evals.sweep.jobs import _work, cuda_devices
 from mxquant.evals.sweep.plots import _ticks, plot_sweep
-from mxquant.evals.sweep.report import sentences, tables, to_csv
 from mxquant.evals.sweep.run import sweep
+from mxquant.evals.sweep.tables import sentences, tables, to_csv
 from mxquant.evals.sweep.work import Done, Job, SweepSettings
 from mxquant.evals.text import EvalText, load_text
 from mxquant.schemes.formats import QuantScheme
@@ -420,7 +420,7 @@ def test_tables_csv_json_and_pictures_hold_every_cell(inverted, tmp_path):
     from rich.console import Console
 
     out = Console(width=132, record=True, file=io.StringIO())
-    for _, table in tables(inverted):
+    for table in tables(inverted):
         out.print(table)
     printed = out.export_text()
     for c in inverted.cells:
@@ -491,4 +491,4 @@ def test_tasks_are_measured_on_the_quantized_model(narrow, text, tmp_path):
     assert found.dense.tasks["my_items"]["acc"]["value"] == 0.5
     assert found.cells[0].tasks["my_items"]["acc"]["value"] == 0.5
     assert "my_items acc" in to_csv(found).splitlines()[0]
-    assert any("my_items, acc" in title for title, _ in tables(found))
+    assert any("my_items, acc" in table.title for table in tables(found))

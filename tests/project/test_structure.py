@@ -23,7 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # A unit is a module or package directly under `mxquant`. It may import those further up, and within itself.
 LAYERS = (
     ("errors",),
-    ("bundled", "extras", "schemes"),
+    ("extras",),
+    ("bundled", "presentation", "schemes"),
     ("codec",),
     ("checkpoint", "kernels"),
     ("ops",),
@@ -45,9 +46,9 @@ ONLY_IN = {
     "huggingface_hub": ("mxquant.checkpoint.reader", "mxquant.checkpoint.upload", "mxquant.evals"),
     "compressed_tensors": (),
     "datasets": ("mxquant.evals",),
-    "matplotlib": ("mxquant.evals",),
+    "matplotlib": ("mxquant.presentation", "mxquant.evals"),
     "click": ("mxquant.cli",),
-    "rich": ("mxquant.cli", "mxquant.evals"),
+    "rich": ("mxquant.cli", "mxquant.presentation"),
     "peft": ("mxquant.transformers.lora",),
     "triton": ("mxquant.kernels.triton",),
 }

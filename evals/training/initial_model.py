@@ -12,7 +12,7 @@ import torch
 import mxquant.bundled
 from mxquant.checkpoint.formats import registry
 from mxquant.errors import CheckpointError, MXQuantError
-from mxquant.evals.sources import find_model, first_line
+from mxquant.evals.find_model import find_model, first_line
 
 
 @dataclass(frozen=True)
