@@ -152,7 +152,7 @@ def load_model(
     except Exception as error:  # a loader's boundary: safetensors, hub, OS and transformers errors alike
         raise CheckpointError(f"cannot load {found.given}: {first_line(error)}") from error
     model.eval()
-    scheme, bits = _describe(model, found.quant_method)
+    scheme, bits = describe_weights(model, found.quant_method)
     return EvalModel(
         name=name or found.name,
         source=found.given,
@@ -205,7 +205,7 @@ def _load_tokenizer(found: Source, options: dict[str, Any]) -> Any:
         raise CheckpointError(f"cannot load the tokenizer of {found.given}: {first_line(error)}") from error
 
 
-def _describe(model: torch.nn.Module, method: str | None) -> tuple[str, float | None]:
+def describe_weights(model: torch.nn.Module, method: str | None) -> tuple[str, float | None]:
     """Scheme and bits per weight of the quantized part."""
     weights: Counter[str] = Counter()
     stored = 0

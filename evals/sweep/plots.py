@@ -198,12 +198,12 @@ def _log_axis(axis: Any, low: float, high: float) -> None:
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     axis.set_yscale("log")
-    axis.yaxis.set_major_locator(FixedLocator(_ticks(low, high)))
+    axis.yaxis.set_major_locator(FixedLocator(round_ticks(low, high)))
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
     axis.yaxis.set_minor_locator(NullLocator())
 
 
-def _ticks(low: float, high: float) -> list[float]:
+def round_ticks(low: float, high: float) -> list[float]:
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for steps in _STEPS:
         ticks = [step * 10.0**decade for decade in decades for step in steps if low <= step * 10.0**decade <= high]

@@ -206,9 +206,9 @@ def test_a_cache_that_cannot_be_written_is_one_line_before_the_work(folder, tmp_
 def test_bits_per_weight_count_experts_too(kind, make_checkpoint, tmp_path):
     """As the report of quantizing has them, which knows the stored bytes of every tensor."""
     report = mxquant.quantize_model(make_checkpoint(kind), tmp_path / "q", "ue5m3/16")
-    from mxquant.evals.models import _describe
+    from mxquant.evals.models import describe_weights
 
-    scheme, bits = _describe(mxquant.load(tmp_path / "q"), "mxquant")
+    scheme, bits = describe_weights(mxquant.load(tmp_path / "q"), "mxquant")
     quantized = [t for t in report.plan.tensors if t.scheme is not None]
     stored = sum(t.bytes_after for t in quantized)
     weights = sum(math.prod(t.shape) for t in quantized)

@@ -25,8 +25,8 @@ from mxquant.evals.sweep import cache
 from mxquant.evals.sweep.cells import Bench, Cell, measure
 from mxquant.evals.sweep.grid import PRESETS, CellSpec, Grid
 from mxquant.evals.sweep.inversions import find_inversions, lines_of, number
-from mxquant.evals.sweep.jobs import _work, cuda_devices
-from mxquant.evals.sweep.plots import _ticks, plot_sweep
+from mxquant.evals.sweep.jobs import cuda_devices, run_share
+from mxquant.evals.sweep.plots import plot_sweep, round_ticks
 from mxquant.evals.sweep.run import sweep
 from mxquant.evals.sweep.tables import sentences, tables, to_csv
 from mxquant.evals.sweep.work import Done, Job, SweepSettings
@@ -410,7 +410,7 @@ def test_lines_are_told_apart_by_what_differs():
 
 @pytest.mark.parametrize(("low", "high"), [(26.4, 57), (0.013, 0.8), (4.5, 9), (1, 1e5), (14.1, 22.6)])
 def test_ticks_of_a_logarithmic_axis_are_few_round_numbers(low, high):
-    ticks = _ticks(low, high)
+    ticks = round_ticks(low, high)
     assert 4 <= len(ticks) <= 9
     assert all(low <= tick <= high for tick in ticks)
     assert all(len(f"{tick:.10g}".replace(".", "").strip("0")) <= 2 for tick in ticks)
@@ -468,7 +468,7 @@ def test_two_processes_measure_what_one_does(narrow, text, tmp_path):
 
 def test_what_fails_in_a_process_is_one_line_and_names_the_device(narrow, tmp_path):
     messages = queue.Queue()
-    _work(Job(str(narrow), EvalText("short", "Too short."), [], QUICK, tmp_path), messages)
+    run_share(Job(str(narrow), EvalText("short", "Too short."), [], QUICK, tmp_path), messages)
     kind, line = messages.get_nowait()
     assert kind == "error"
     assert re.fullmatch(r"cpu: short has \d+ tokens, fewer than one window of 128; .*", line)
