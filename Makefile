@@ -21,7 +21,7 @@ CHECK_PYTHON = import sys; sys.exit("mxquant needs Python 3.11 or newer: make PY
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-reference test-compat lint format bench wheel sanitize clean distclean
+.PHONY: help demo test test-reference test-compat lint format types bench wheel sdist sanitize clean distclean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' Makefile
@@ -41,7 +41,13 @@ test-compat: $(VENV)/.installed-test  ## run the tests that touch transformers w
 lint: $(VENV)/.installed-dev  ## check style and type hints
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/mypy
+	$(MAKE) --no-print-directory types
+
+# mypy looks for mxquant.cli in mxquant/cli, so it gets a folder that looks as the installed package does.
+types: $(VENV)/.installed-dev  ## check type hints
+	rm -rf build/types && mkdir -p build/types/mxquant
+	ln -s $(addprefix "$(CURDIR)"/,$(wildcard mxquant/*) cli evals kernels) build/types/mxquant
+	$(VENV)/bin/python -m mypy
 
 format: $(VENV)/.installed-dev  ## fix style where that can be done by a tool
 	$(VENV)/bin/ruff check --fix .
@@ -54,6 +60,9 @@ bench: $(VENV)/.installed-test  ## measure speed and memory; results go to out/,
 
 wheel: $(VENV)/.installed-test  ## build a wheel with the CPU kernels in dist/
 	$(VENV)/bin/python -m build --wheel
+
+sdist: $(VENV)/.installed-test  ## build a source distribution in dist/
+	$(VENV)/bin/python -m build --sdist
 
 sanitize: $(VENV)/.installed-test  ## run the tests of the CPU kernels under AddressSanitizer and UBSan
 	$(VENV)/bin/python tests/sanitize_kernels.py

@@ -25,7 +25,7 @@ from machine import describe, print_table, write_json
 
 from mxquant import quantize
 from mxquant.analysis.defaults import SCHEMES
-from mxquant.analysis.diagnose import Subject, examine, prepare
+from mxquant.analysis.examine import Subject, examine, prepare
 from mxquant.analysis.places import place
 from mxquant.analysis.sensitivity import Calibration
 from mxquant.evals.calibration import calibrate

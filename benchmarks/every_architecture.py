@@ -12,6 +12,7 @@ the cause. ``--write`` puts the table into docs/architectures.md. About 15 minut
 from __future__ import annotations
 
 import argparse
+import re
 import signal
 import sys
 import tempfile
@@ -72,6 +73,11 @@ def examine(model_type: str, folder: Path) -> Row:
         return row
     row.cls, row.parameters = type(model).__name__, sum(p.numel() for p in model.parameters())
     model.save_pretrained(folder / "source")
+    try:
+        transformers.AutoModelForCausalLM.from_pretrained(folder / "source")
+    except Exception as error:  # as above: then it is not ours either
+        row.not_built = f"its dense checkpoint does not load: {_line(error)}"
+        return row
     for text in FORMATS:
         try:
             row.formats[text] = _compare(folder, text)
@@ -136,7 +142,7 @@ def _cell(found: dict[str, Any]) -> str:
 
 
 def _sentence(text: str | None) -> str:
-    return str(text).partition(": ")[2].replace("|", "/")
+    return re.sub(r"^\w+Error: ", "", str(text)).replace("|", "/")
 
 
 def main() -> int:

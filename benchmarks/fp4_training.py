@@ -20,11 +20,12 @@ import machine
 import torch
 
 from mxquant.evals.models import quiet_transformers
-from mxquant.evals.training.plots import plot_gaps, plot_study
-from mxquant.evals.training.report import Row, rows, to_dict
-from mxquant.evals.training.source import from_config
+from mxquant.evals.training.initial_model import from_config
+from mxquant.evals.training.plots import BASELINE, caption_of, color_of, plot_study
 from mxquant.evals.training.study import Plan, Study, run_study
+from mxquant.evals.training.summary import Row, baseline_of, rows, to_dict
 from mxquant.evals.training.text import load_training_text
+from mxquant.presentation import picture
 from mxquant.training.recipes import RECIPES, LinearFormats, TrainingRecipe
 from mxquant.training.run import RunSettings
 
@@ -98,6 +99,33 @@ def publish(study: Study, args: argparse.Namespace) -> None:
     args.plot.parent.mkdir(parents=True, exist_ok=True)
     plot_gaps(study, args.plot, {recipe.name: text for recipe, text in VARIANTS.items()})
     plot_study(study, args.plot.with_stem(f"{args.plot.stem}-curves"))
+
+
+def plot_gaps(study: Study, path: str | Path, labels: dict[str, str] | None = None) -> None:
+    """How far each recipe's final loss is above the baseline's, in percent, with its interval over seeds.
+
+    ``labels``: what to call recipes. Those that always diverged are named without a mark.
+    """
+    compared = [row for row in rows(study) if row.recipe != baseline_of(study)]
+    figure = picture.new_figure(9.5, 1.6 + 0.42 * len(compared))
+    axes = figure.subplots(1, 2, sharey=True)
+    for axis, name, title in zip(axes, ("gap", "eval_gap"), ("training loss", "held-out loss"), strict=True):
+        axis.set_title(f"{title} above {baseline_of(study)}, %", fontsize=10)
+        axis.axvline(0, color=BASELINE, linewidth=1)
+        for y, row in enumerate(compared):
+            if (gap := getattr(row, name)) is None:
+                continue
+            color, half = color_of(study, row.recipe), gap.half_width or 0.0
+            picture.draw_interval(axis, (gap.mean - half, gap.mean + half), y, color)
+            axis.plot([gap.mean], [y], "o", color=color, markersize=6)
+            axis.annotate(
+                f"{gap.mean:+.2f}", (gap.mean, y), (0, 6), textcoords="offset points", ha="center", fontsize=8
+            )
+        picture.style_axis(axis, grid="x", hidden=("top", "right", "left"))
+    axes[0].set_yticks(range(len(compared)), [(labels or {}).get(row.recipe, row.recipe) for row in compared])
+    axes[0].set_ylim(len(compared) - 0.4, -0.7)
+    picture.add_caption(figure, caption_of(study, "Bars: 95 % confidence"))
+    picture.save(figure, path)
 
 
 def print_rows(study: Study) -> None:

@@ -1,7 +1,7 @@
 """Compile every Triton kernel for every supported chip, on any machine, and print what it became.
 
-    python benchmarks/kernel_table.py                   # the table of docs/kernels.md, as Markdown
-    python benchmarks/kernel_table.py --write           # put it into docs/kernels.md
+    python benchmarks/kernel_table.py                   # all of it, as Markdown
+    python benchmarks/kernel_table.py --write           # put the rows that represent it into docs/kernels.md
     python benchmarks/kernel_table.py --json out.json --chip sm_90 --full
 
 No GPU is needed: Triton compiles for a named chip. ``--full`` compiles all scale formats and block
@@ -138,6 +138,13 @@ def markdown(table: list[dict[str, object]]) -> str:
     return "\n".join(lines)
 
 
+def is_on_page(row: dict[str, object]) -> bool:
+    """Whether docs/kernels.md has the row: one scheme in bf16, and FP4 times FP4, stand for the rest."""
+    kernel, scheme = str(row["kernel"]), row["scheme"]
+    other_dtype = "float16 " in kernel.replace("bfloat16", "") or "float32" in kernel
+    return kernel == "native W4A4" or (scheme == "ue5m3/16" and not other_dtype and not kernel.startswith("reduce"))
+
+
 def write(table: str) -> None:
     """Replace what is between the marks in docs/kernels.md."""
     text = PAGE.read_text(encoding="utf-8")
@@ -157,7 +164,7 @@ def main() -> None:
     if options.json:
         options.json.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
     if options.write:
-        write(markdown(table))
+        write(markdown([row for row in table if is_on_page(row)]))
     if not options.json and not options.write:
         print(markdown(table))
 

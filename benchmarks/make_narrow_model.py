@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mxquant.bundled
 from mxquant.errors import MXQuantError
-from mxquant.evals.sources import find_model
+from mxquant.evals.find_model import find_model
 
 
 def parse_args() -> argparse.Namespace:

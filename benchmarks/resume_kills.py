@@ -34,7 +34,7 @@ import torch
 import transformers as hf
 from machine import describe, print_table, write_json
 
-from mxquant.cli import quantize, tables  # noqa: F401  (what a command imports when it runs)
+from mxquant.cli import quantize, quantize_tables  # noqa: F401  (what a command imports when it runs)
 from mxquant.cli.main import main as mxquant_main
 from mxquant.convert import pipeline
 

@@ -22,17 +22,17 @@ from make_narrow_model import make_copy
 from rescale import Moved
 
 import mxquant.bundled
-from mxquant.analysis.diagnose import examine, prepare
+from mxquant.analysis.examine import examine, prepare
 from mxquant.evals.diagnose_plots import plot_diagnosis
 from mxquant.evals.sweep.grid import Grid
 from mxquant.evals.sweep.inversions import lines_of
 from mxquant.evals.sweep.plots import KL, PERPLEXITY, Panel, draw
-from mxquant.evals.sweep.report import measured_on, sentences, to_csv
 from mxquant.evals.sweep.run import Sweep, sweep
+from mxquant.evals.sweep.tables import measured_on, sentences, to_csv
 from mxquant.evals.sweep.work import Done, SweepSettings
 from mxquant.evals.text import load_text
 from mxquant.evals.theory_plots import plot_error_curves, plot_parts
-from mxquant.evals.theory_report import study
+from mxquant.evals.theory_study import study
 from mxquant.schemes.formats import QuantScheme
 
 RESULTS = Path(__file__).resolve().parent / "results"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mxquant.cli.common import handle_errors, write_json
+from mxquant.cli.common import handle_errors, output_console, write_json
 from mxquant.cli.options import SCHEME_HELP, scheme_from, scheme_options
 from mxquant.schemes.formats import QuantScheme
 
@@ -37,7 +37,14 @@ class _Shape(click.ParamType):
 
 @click.command("bench", epilog=_EPILOG, context_settings={"max_content_width": 120})
 @click.argument("model", required=False)
-@click.option("--shape", "shapes", type=_Shape(), multiple=True, metavar="M,N,K", help="Rows, outputs and inputs.")
+@click.option(
+    "--shape",
+    "shapes",
+    type=_Shape(),
+    multiple=True,
+    metavar="M,N,K",
+    help="Rows of activations, output features, input features.",
+)
 @click.option("--rows", default="1,16", show_default=True, metavar="M,M,...", help="Rows of activations for MODEL.")
 @scheme_options
 @click.option(
@@ -45,16 +52,18 @@ class _Shape(click.ParamType):
     type=click.Choice(["bfloat16", "float16", "float32"]),
     default="bfloat16",
     show_default=True,
-    help="Of activations and of the dense weight.",
+    help="Dtype of the activations and of the dense weight.",
 )
-@click.option("--device", default="auto", show_default=True, help="cpu, cuda, ...; auto is CUDA if there is one.")
-@click.option("--explain", is_flag=True, help="Only say which kernel serves which layer, and why.")
+@click.option(
+    "--device", default="auto", show_default=True, help="Device: cpu, cuda, ...; auto uses CUDA if available."
+)
+@click.option("--explain", is_flag=True, help="Only show which kernel runs each layer, and why.")
 @click.option("--output", type=click.Path(path_type=Path), help="Write the results to this file as JSON.")
-@click.option("--plot", type=click.Path(path_type=Path), help="Draw a roofline: .png, .pdf or .svg.")
+@click.option("--plot", type=click.Path(path_type=Path), help="Plot a roofline: .png, .pdf or .svg.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @handle_errors
 def bench_command(model: str | None, shapes: tuple[tuple[int, int, int], ...], **options: Any) -> None:
-    """Time packed linear layers against dense ones, and against what the machine can do.
+    """Benchmark packed linear layers against dense ones and the machine's limits.
 
     The shapes are those of MODEL's linear layers (its config is enough) or of --shape. Ceilings are measured:
     the bandwidth of a copy, a large dense product, and on CPUs the instruction that the kernels multiply with.
@@ -65,10 +74,10 @@ def bench_command(model: str | None, shapes: tuple[tuple[int, int, int], ...], *
 
     from mxquant.evals import speed
     from mxquant.evals.models import pick_device
-    from mxquant.evals.plots import check_format
+    from mxquant.presentation.picture import check_format
 
     if not model and not shapes:
-        raise click.UsageError("name a MODEL or give --shape M,N,K")
+        raise click.UsageError("pass MODEL or --shape M,N,K")
     if options["plot"]:
         check_format(options["plot"])
     scheme, dtype = scheme_from(options) or QuantScheme(), getattr(torch, options["dtype"])
@@ -131,28 +140,28 @@ def _print_table(
     top: Ceilings,
     record: dict[str, Any],
 ) -> None:
-    from mxquant.cli.tables import new_console, new_table
+    from mxquant.presentation.table import Table
 
     title = f"{scheme.text}, {record['dtype']} on {record['device']}"
     right = ("M", "N", "K", "packed", "dense", "speedup", "TFLOP/s", "GB/s", "of ceiling", "error")
-    table = new_table(title, ("layer", "served by"), right)
+    table = Table.of(title, ("layer", "served by"), right)
     for (shape, _), r in zip(jobs, results, strict=True):
         name = shape.name + (f" (x{shape.count})" if shape.count > 1 else "")
         numbers = (f"{1e6 * r.seconds:.0f} us", f"{1e6 * r.dense_seconds:.0f} us", f"{r.speedup:.2f}x")
         rates = (f"{r.flops / 1e12:.3g}", f"{r.bandwidth / 1e9:.3g}", f"{r.of_ceiling:.0%}", f"{r.error:.1e}")
-        table.add_row(name, r.served_by, str(r.m), str(r.n), str(r.k), *numbers, *rates)
-    new_console().print(table)
+        table.add(name, r.served_by, str(r.m), str(r.n), str(r.k), *numbers, *rates)
+    output_console().print(table)
     ceilings = [f"copy {top.bandwidth / 1e9:.3g} GB/s", f"dense product {top.flops / 1e12:.3g} TFLOP/s"]
     if top.instruction_flops:
         ceilings.append(f"{top.instruction} on registers {top.instruction_flops / 1e12:.3g} TFLOP/s")
-    new_console().print(f"Ceilings: {', '.join(ceilings)}.")
+    output_console().print(f"Ceilings: {', '.join(ceilings)}.")
 
 
 def _print_reasons(found: list[dict[str, Any]]) -> None:
-    from mxquant.cli.tables import new_console, new_table
+    from mxquant.presentation.table import Table
 
-    table = new_table("Who serves which layer", ("layer", "served by", "why"), ("M", "N", "K", "count"))
+    table = Table.of("Kernel of each layer", ("layer", "served by", "why"), ("M", "N", "K", "count"))
     for row in found:
         numbers = (str(row[key]) for key in ("rows", "n", "k", "count"))
-        table.add_row(row["name"], row["served_by"], row["why"], *numbers)
-    new_console().print(table)
+        table.add(row["name"], row["served_by"], row["why"], *numbers)
+    output_console().print(table)

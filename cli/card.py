@@ -21,14 +21,16 @@ Examples:
 @click.command("card", epilog=_EPILOG, context_settings={"max_content_width": 120})
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option("--eval", "results", type=click.Path(path_type=Path), help="Results of mxquant eval --output.")
-@click.option("--base-model", metavar="ID", help="Hub id of the source.  [default: known if it was given to quantize]")
-@click.option("--push-to-hub", "repo", metavar="REPO", help="Upload PATH then; a new repository is private.")
+@click.option(
+    "--base-model", metavar="ID", help="Hub id of the source.  [default: the hub id given to quantize, if any]"
+)
+@click.option("--push-to-hub", "repo", metavar="REPO", help="Upload PATH when done; a new repository is private.")
 @handle_errors
 def card_command(path: Path, results: Path | None, base_model: str | None, repo: str | None) -> None:
-    """Write the model card of the output PATH again, with measured quality.
+    """Rewrite the model card of the output PATH with measured quality.
 
-    mxquant quantize writes a card without. The card of the source is kept as README.source.md; its license, language
-    and tags are carried.
+    mxquant quantize writes a card without measurements. The card of the source is kept as README.source.md; its
+    license, language and tags are kept.
     """
     from mxquant.checkpoint.upload import check_can_push, push_folder
     from mxquant.convert.card.files import read_report, write_card

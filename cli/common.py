@@ -23,16 +23,26 @@ if TYPE_CHECKING:
 EXIT_FAILED = 1
 EXIT_GATE = 3
 
+# Wide enough for a line of almost every table where nobody's terminal sets the width.
+_PIPE_WIDTH = 160
+
 
 def console() -> Console:
-    """Where people read: standard error, so that standard output stays clean for ``--json``."""
+    """A console on standard error; standard output is left to results such as ``--json``."""
     from rich.console import Console
 
     return Console(stderr=True, highlight=False, soft_wrap=not sys.stderr.isatty())
 
 
+def output_console() -> Console:
+    """Standard output for tables: as wide as the terminal, or wide enough for most lines where it is none."""
+    from rich.console import Console
+
+    return Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+
+
 def handle_errors(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Turn errors that are meant for people into one clear message and an exit code.
+    """Turn errors that are meant for users into one line of text and an exit code.
 
     Anything else is a bug and keeps its traceback. ``MXQUANT_DEBUG=1`` keeps all tracebacks.
     """

@@ -7,13 +7,13 @@ import click
 from mxquant.cli.common import handle_errors
 
 _EPILOG = """\b
-To have it in every new shell:
+To install it for all new shells:
   bash  mxquant completion bash > ~/.local/share/bash-completion/completions/mxquant
   zsh   mxquant completion zsh > ~/.zfunc/_mxquant    (with fpath+=~/.zfunc before compinit in ~/.zshrc)
   fish  mxquant completion fish > ~/.config/fish/completions/mxquant.fish
 
 \b
-To have it in this one:
+To enable it in the current shell:
   eval "$(mxquant completion bash)"
 """
 
@@ -22,7 +22,7 @@ To have it in this one:
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @handle_errors
 def completion_command(shell: str) -> None:
-    """Print the script by which SHELL completes commands, options and their choices, and paths."""
+    """Print the completion script of a shell, for commands, options, their choices, and paths."""
     from click.shell_completion import get_completion_class
 
     from mxquant.cli.main import main

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mxquant.cli.common import handle_errors, write_json
-from mxquant.cli.eval import prepare_libraries, print_tables, stage
+from mxquant.cli.evaluating import prepare_libraries, print_tables, stage
+from mxquant.extras import needs
 
 if TYPE_CHECKING:
     from mxquant.evals.models import EvalModel
@@ -39,11 +40,12 @@ _WINDOWS = 32
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 @handle_errors
 def demo_command(out: Path, as_json: bool) -> None:
-    """Quantize the bundled model four ways, evaluate them and compare.
+    """Quantize a small bundled model in four formats, evaluate and compare.
 
     Needs neither network nor GPU, and takes less than a minute on two cores. The model is a small
     one, trained on Python's documentation; the text it is evaluated on was held out.
     """
+    needs("mxquant demo", "scipy", "matplotlib", extra="eval,plot")
     prepare_libraries()
     from mxquant.evals.plots import plot_comparison
 
@@ -56,7 +58,7 @@ def demo_command(out: Path, as_json: bool) -> None:
         write_json(report.to_dict() | {"samples": samples, "prompt": _PROMPT, "picture": str(picture)})
         return
     print_tables(report)
-    click.echo(f"(The first {_WINDOWS} windows only; `mxquant eval --text builtin` takes them all.)")
+    click.echo(f"(The first {_WINDOWS} windows only; `mxquant eval --text builtin` uses all of them.)")
     for name, text in samples.items():
         click.echo(f"\nA sample from {name}:\n{textwrap.indent(text, '    ')}")
     click.echo(f"\nWrote {picture} and the models next to it. To try your own:")
@@ -90,10 +92,10 @@ def _quantize(out: Path) -> list[Path]:
 
 
 def _evaluate(folders: list[Path]) -> Report:
+    from mxquant.evals.find_model import find_model
     from mxquant.evals.report import Report
     from mxquant.evals.run import run
     from mxquant.evals.settings import EvalSettings
-    from mxquant.evals.sources import find_model
     from mxquant.evals.text import load_text
 
     report = Report([], [load_text("builtin")])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from mxquant.cli.common import handle_errors, progress
+from mxquant.cli.common import handle_errors, printable, progress
 
 _EPILOG = """\b
 Example:
@@ -20,12 +20,12 @@ Example:
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "bfloat16", "float16"]),
-    help="Of the weights that were quantized.  [default: the model's]",
+    help="Dtype of the weights that were quantized.  [default: the model's]",
 )
 @click.option("--overwrite", is_flag=True, help="Replace an existing model in the output folder.")
 @handle_errors
 def dequantize_command(path: str, out: Path, dtype: str | None, overwrite: bool) -> None:
-    """Write the dense checkpoint that the quantized checkpoint PATH stands for to OUT.
+    """Convert the quantized checkpoint PATH to a dense one in OUT.
 
     Reads mxquant's own format, compressed-tensors' NVFP4 and MXFP4, ModelOpt's NVFP4, Quark's FP4 and gpt-oss's MXFP4.
     """
@@ -41,5 +41,6 @@ def dequantize_command(path: str, out: Path, dtype: str | None, overwrite: bool)
             dtype=getattr(torch, dtype) if dtype else None,
             overwrite=overwrite,
             progress=lambda name, count: display.advance(task, count),
+            notify=lambda text: click.echo(f"Warning: {printable(text)}", err=True),
         )
     click.echo(f"Wrote {out}")

@@ -10,11 +10,12 @@ import click
 from mxquant.analysis.defaults import BUDGET, SCHEMES
 from mxquant.cli.common import console, handle_errors, progress, write_json
 from mxquant.cli.options import loading_options
+from mxquant.extras import needs
 from mxquant.schemes.formats import PRESETS, QuantScheme, scale_rules, scheme_fields
 
 if TYPE_CHECKING:
-    from mxquant.analysis.diagnose import Subject
     from mxquant.analysis.diagnosis import Diagnosis, Mix
+    from mxquant.analysis.examine import Subject
     from mxquant.analysis.sensitivity import Calibration
     from mxquant.evals.text import EvalText
 
@@ -37,45 +38,47 @@ wanted (e4m3+global/8/absmax), or a preset ({", ".join(PRESETS)}). By default:
 @click.argument("model")
 @click.option("--schemes", metavar="A,B,...", help="Schemes to measure.  [default: see below]")
 @click.option(
-    "--rule", type=click.Choice(scale_rules()), help="Scale rule of schemes that name none and whose scale has it."
+    "--rule", type=click.Choice(scale_rules()), help="Scale rule for schemes that do not name one, where it applies."
 )
 @click.option(
     "--budget",
     type=click.FloatRange(min=0, min_open=True),
     default=BUDGET,
     show_default=True,
-    help="Bits per weight that the mix of schemes may have, block scales included.",
+    help="Bits per weight for the mix of schemes, block scales included.",
 )
 @click.option(
     "--calibration",
     metavar="builtin|wikitext2|FILE",
-    help="Text on which to learn what errors in each weight cost; runs the model forward and backward.",
+    help="Text for estimating the model's sensitivity to errors in each weight; runs it forward and backward.",
 )
 @click.option(
     "--windows",
     type=click.IntRange(min=1),
     help="Windows of the calibration text to use.  [default: 8]",
 )
-@click.option("--seq-len", type=click.IntRange(min=2), help="Tokens in such a window.  [default: 512]")
+@click.option("--seq-len", type=click.IntRange(min=2), help="Tokens per calibration window.  [default: 512]")
 @click.option(
     "--sample",
     type=click.FloatRange(0, 1, min_open=True),
     default=1.0,
-    help="Share of the rows to look at.  [default: all]",
+    help="Fraction of the rows to read.  [default: all]",
 )
-@click.option("--include", multiple=True, metavar="REGEX", help="Look only at modules that match, the head too.")
-@click.option("--exclude", multiple=True, metavar="REGEX", help="Keep modules that match dense.")
+@click.option(
+    "--include", multiple=True, metavar="REGEX", help="Analyze only matching modules; may name the output head."
+)
+@click.option("--exclude", multiple=True, metavar="REGEX", help="Keep matching modules dense.")
 @click.option("--recipe-out", type=click.Path(path_type=Path), help="Write the mix as a recipe for `mxquant quantize`.")
 @click.option(
-    "--plot", type=click.Path(path_type=Path), help="Draw maps of layers and projections: .png, .pdf or .svg."
+    "--plot", type=click.Path(path_type=Path), help="Plot maps of layers and projections: .png, .pdf or .svg."
 )
-@click.option("--per-tensor", is_flag=True, help="A table with a row for each matrix.")
+@click.option("--per-tensor", is_flag=True, help="Print a table with one row per matrix.")
 @click.option("--revision", help="Branch, tag or commit of a hub model.")
 @loading_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 @handle_errors
 def diagnose_command(model: str, **options: Any) -> None:
-    """Say which number formats the weights of MODEL ask for, and what each would cost.
+    """Recommend number formats for MODEL, and estimate the error of each.
 
     Streams the linear weights of a folder of safetensors or a hub id: width, tails and outliers of each matrix,
     measured errors of a list of schemes beside those of Gaussian weights, the best schemes for a budget of bits.
@@ -85,8 +88,8 @@ def diagnose_command(model: str, **options: Any) -> None:
     _check(options)
     text = _text(options["calibration"])
     from mxquant.analysis.advice import advice
-    from mxquant.analysis.diagnose import prepare
     from mxquant.analysis.diagnosis import check_budget
+    from mxquant.analysis.examine import prepare
 
     with console().status("reading the headers"):
         subject = prepare(
@@ -102,7 +105,7 @@ def diagnose_command(model: str, **options: Any) -> None:
     mix = diagnosis.mix(options["budget"])
     written = _write(diagnosis, mix, options)
     if options["as_json"]:
-        from mxquant.analysis.report import to_dict
+        from mxquant.analysis.export import to_dict
 
         write_json(to_dict(diagnosis, mix))
         return
@@ -119,7 +122,7 @@ def _schemes(options: dict[str, Any]) -> list[QuantScheme]:
         return []
     texts = [text.strip() for text in options["schemes"].split(",")]
     if not all(texts):
-        raise click.BadParameter(f"{options['schemes']!r} has an empty part between its commas", param_hint="--schemes")
+        raise click.BadParameter(f"{options['schemes']!r} contains an empty item", param_hint="--schemes")
     return [_with_rule(text, options["rule"]) for text in texts]
 
 
@@ -133,10 +136,11 @@ def _with_rule(text: str, rule: str | None) -> QuantScheme:
 
 def _check(options: dict[str, Any]) -> None:
     """What can be known to be wrong before anything is read."""
+    needs("mxquant diagnose", "scipy", extra="theory")
     if options["calibration"] is None:
         for name in ("windows", "seq_len"):
             if options[name] is not None:
-                raise click.UsageError(f"--{name.replace('_', '-')} goes with --calibration")
+                raise click.UsageError(f"--{name.replace('_', '-')} requires --calibration")
     for name in ("recipe_out", "plot"):
         path, option = options[name], f"--{name.replace('_', '-')}"
         if path is not None and path.is_dir():
@@ -144,7 +148,7 @@ def _check(options: dict[str, Any]) -> None:
         if path is not None and not path.absolute().parent.is_dir():
             raise click.UsageError(f"{option} {path}: there is no folder {path.parent}")
     if options["plot"] is not None:
-        from mxquant.evals.plots import check_format
+        from mxquant.presentation.picture import check_format
 
         check_format(options["plot"])
 
@@ -163,7 +167,7 @@ def _text(name: str | None) -> EvalText | None:
 
 
 def _calibrate(subject: Subject, text: EvalText, options: dict[str, Any]) -> Calibration:
-    from mxquant.cli.eval import prepare_libraries, stage
+    from mxquant.cli.evaluating import prepare_libraries, stage
 
     prepare_libraries()
     from mxquant.errors import MXQuantError
@@ -192,7 +196,7 @@ def _calibrate(subject: Subject, text: EvalText, options: dict[str, Any]) -> Cal
 
 
 def _measure(subject: Subject, calibration: Calibration | None, options: dict[str, Any]) -> Diagnosis:
-    from mxquant.analysis.diagnose import examine
+    from mxquant.analysis.examine import examine
 
     with progress(enabled=not options["as_json"]) as display:
         task = display.add_task("Measuring", total=subject.weights * options["sample"])
@@ -207,8 +211,8 @@ def _measure(subject: Subject, calibration: Calibration | None, options: dict[st
 def _write(diagnosis: Diagnosis, mix: Mix, options: dict[str, Any]) -> list[Path]:
     written = []
     if options["recipe_out"] is not None:
+        from mxquant.analysis.export import headline
         from mxquant.analysis.recipes import to_yaml
-        from mxquant.analysis.report import headline
 
         options["recipe_out"].write_text(to_yaml(mix.recipe, headline(diagnosis, mix)))
         written.append(options["recipe_out"])

@@ -7,22 +7,21 @@ from collections import Counter
 from collections.abc import Iterable
 
 from rich.markup import escape
-from rich.table import Table
 
 from mxquant.analysis.advice import budgets
 from mxquant.analysis.diagnosis import Diagnosis, Mix, bits_of
 from mxquant.analysis.measure import MatrixErrors
-from mxquant.cli.tables import new_console, new_table
+from mxquant.cli.common import output_console
+from mxquant.presentation.table import Table
 from mxquant.schemes.formats import QuantScheme
 from mxquant.schemes.rules import rules_note
 
 _SIGMA = "\N{GREEK SMALL LETTER SIGMA}"
-_PIPE_WIDTH = 150
 
 
 def print_diagnosis(d: Diagnosis, mix: Mix, advice: list[str], *, per_tensor: bool) -> None:
     """Schemes, weights, errors and the mix as tables; then what follows from them."""
-    out = new_console(_PIPE_WIDTH)
+    out = output_console()
     out.print(_about(d), soft_wrap=True)
     out.print(_schemes(d, mix))
     out.print(_tensors(d, mix) if per_tensor else _projections(d))
@@ -46,14 +45,14 @@ def _about(d: Diagnosis) -> str:
 def _schemes(d: Diagnosis, mix: Mix) -> Table:
     kl = ("KL, nats",) if d.calibration else ()
     columns = ("bits/w", "error", "Gaussian", "MSE ratio", "zero", "subnormal", "saturated", *kl, "best within")
-    table = new_table("Schemes: errors of all weights, and shares of block scales", ("scheme", "rule"), columns)
+    table = Table.of("Schemes: errors of all weights, and shares of block scales", ("scheme", "rule"), columns)
     best: dict[QuantScheme, list[str]] = {}
     for budget, scheme in budgets(d, mix.budget).items():
         best.setdefault(scheme, []).append(f"{budget:g}")
     for s in sorted(d.schemes, key=d.bits_per_weight):
         m, predicted = d.measured(s), d.predicted_mse(s)
         shares = (m.stats.zero_scales, m.stats.subnormal_scales, m.saturated_scales)
-        table.add_row(
+        table.add(
             s.text,
             str(s.scale_rule),
             f"{d.bits_per_weight(s):.3f}",
@@ -63,19 +62,19 @@ def _schemes(d: Diagnosis, mix: Mix) -> Table:
             *(_share(m.share(count)) for count in shares),
             *([f"{d.total_cost(s):.4f}"] if d.calibration else []),
             ", ".join(best.get(s, [])),
-            style="bold" if s in best else None,
+            style="bold" if s in best else "",
         )
     return table
 
 
 def _projections(d: Diagnosis) -> Table:
     columns = ("matrices", "params", _SIGMA, "kurtosis", f"largest/{_SIGMA}")
-    table = new_table("Weights by projection (least, median, greatest of the matrices)", ("projection",), columns)
+    table = Table.of("Weights by projection (least, median, greatest of the matrices)", ("projection",), columns)
     for name, members in d.groups.items():
         sigmas, kurtoses, peaks = (
             [getattr(t.weights, what) for t in members] for what in ("sigma", "kurtosis", "peak")
         )
-        table.add_row(
+        table.add(
             name,
             str(len(members)),
             f"{sum(t.parameters for t in members) / 1e6:.2f} M",
@@ -90,11 +89,9 @@ def _errors(d: Diagnosis) -> Table:
     """Errors by projection, and what share of the whole cost it has."""
     what = "error, and share of the expected KL" if d.calibration else "error"
     schemes = sorted(d.schemes, key=d.bits_per_weight)
-    table = new_table(f"By projection: {what}", ("projection",), tuple(s.text for s in schemes))
-    for column in table.columns[1:]:
-        column.no_wrap, column.overflow = False, "fold"
+    table = Table.of(f"By projection: {what}", ("projection",), tuple(s.text for s in schemes))
     for name, members in d.groups.items():
-        table.add_row(name, *(_cell(d, s, members) for s in schemes))
+        table.add(name, *(_cell(d, s, members) for s in schemes))
     return table
 
 
@@ -110,12 +107,10 @@ def _cell(d: Diagnosis, scheme: QuantScheme, matrices: Iterable[MatrixErrors]) -
 def _tensors(d: Diagnosis, mix: Mix) -> Table:
     schemes = sorted(d.schemes, key=d.bits_per_weight)
     columns = (_SIGMA, "kurtosis", f"largest/{_SIGMA}", *(s.text for s in schemes))
-    table = new_table("Weights and errors", ("matrix", "in the mix"), columns)
-    for column in table.columns[2:]:
-        column.no_wrap, column.overflow = False, "fold"
+    table = Table.of("Weights and errors", ("matrix", "in the mix"), columns)
     for t in d.matrices:
         w = t.weights
-        table.add_row(
+        table.add(
             t.name.removesuffix(".weight"),
             mix.chosen[t.tensor.name].text,
             f"{w.sigma:.3g}",
@@ -129,12 +124,12 @@ def _tensors(d: Diagnosis, mix: Mix) -> Table:
 def _mix(d: Diagnosis, mix: Mix) -> Table:
     schemes = sorted(set(mix.chosen.values()), key=d.bits_per_weight)
     title = f"Mix for {mix.budget:g} bits per weight"
-    table = new_table(title, ("projection",), (*(s.text for s in schemes), "bits/w"))
+    table = Table.of(title, ("projection",), (*(s.text for s in schemes), "bits/w"))
     for name, members in d.groups.items():
         counts = Counter(mix.chosen[t.tensor.name] for t in members)
         bits = sum(bits_of(mix.chosen[t.tensor.name], t.tensor.matrix) for t in members)
         average = bits / sum(t.parameters for t in members)
-        table.add_row(name, *(str(counts[s] or "") for s in schemes), f"{average:.3f}")
+        table.add(name, *(str(counts[s] or "") for s in schemes), f"{average:.3f}")
     return table
 
 

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-import time
-from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from mxquant.cli.common import EXIT_FAILED, EXIT_GATE, console, handle_errors, progress, write_json
+from mxquant.cli.common import EXIT_FAILED, EXIT_GATE, console, handle_errors, write_json
 from mxquant.cli.eval_options import cache_option, check_outputs, gate_options, limits_of, memory_of, output_options
+from mxquant.cli.evaluating import prepare_libraries, print_tables, stage
 from mxquant.cli.options import batch_size_option, check_task_options, loading_options, seq_len_option, task_options
+from mxquant.extras import needs
 
 if TYPE_CHECKING:
+    from mxquant.evals.find_model import Source
     from mxquant.evals.gate import Limits
     from mxquant.evals.report import Report
-    from mxquant.evals.sources import Source
     from mxquant.evals.tasks import TaskSet
 
 _EPILOG = """\b
@@ -32,12 +31,9 @@ Examples:
 Exit codes:
   0  everything was measured, and every model is within the limits
   1  something could not be measured
-  2  the command was mistyped
+  2  usage error
   3  a model is beyond a limit of --max-..., or has no figure to compare with it
 """
-
-# Wide enough for a line of every table where nobody's terminal sets the width.
-_PIPE_WIDTH = 160
 
 
 @click.command("eval", epilog=_EPILOG, context_settings={"max_content_width": 120})
@@ -53,9 +49,9 @@ _PIPE_WIDTH = 160
     "May be given several times.  [default: wikitext2]",
 )
 @seq_len_option
-@click.option("--windows", type=click.IntRange(min=1), help="Use only the first windows.  [default: the whole text]")
+@click.option("--windows", type=click.IntRange(min=1), help="Use only the first N windows.  [default: the whole text]")
 @batch_size_option
-@click.option("--no-perplexity", is_flag=True, help="Only run tasks.")
+@click.option("--no-perplexity", is_flag=True, help="Skip perplexity and only run tasks.")
 @task_options
 @gate_options
 @loading_options
@@ -67,8 +63,8 @@ def eval_command(models: tuple[str, ...], **options: Any) -> None:
     """Measure models: perplexity, divergence from a baseline, downstream tasks.
 
     MODEL is a folder or a hub id, quantized (its weights stay packed) or dense. Perplexity is over
-    non-overlapping windows, each after a BOS token where the tokenizer adds one. With --baseline all
-    models are held in memory together, so that each of its logits is computed once.
+    non-overlapping windows, each after a BOS token where the tokenizer adds one. With --baseline, all
+    models are held in memory at once, so that the baseline's logits are computed once.
     """
     limits = _check(options)
     # The slow imports come last: names are mistyped often.
@@ -110,36 +106,6 @@ def _fail(report: Report) -> None:
         sys.exit(EXIT_FAILED)
 
 
-@contextlib.contextmanager
-def stage(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Progress on standard error while ``what`` lasts: a bar, which pulses until a total is known.
-
-    Where nobody watches, in a log file, it is a line with an estimate every now and then.
-    """
-    if not sys.stderr.isatty():
-        yield _progress_lines(what)
-        return
-    with progress() as display:
-        bar = display.add_task(what, total=None)
-        yield lambda done, total: display.update(bar, completed=done, total=total)
-
-
-def _progress_lines(what: str) -> Callable[[int, int], None]:
-    from mxquant.evals.quiet import SECONDS_BETWEEN_LINES
-
-    began = last = time.monotonic()
-
-    def report(done: int, total: int) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if done and now - last >= SECONDS_BETWEEN_LINES:
-            last = now
-            left = (now - began) / done * (total - done)
-            click.echo(f"{what}: {done} of {total}, about {left:.0f} s left", err=True)
-
-    return report
-
-
 def publish(report: Report, options: dict[str, Any]) -> None:
     """Write what was asked for, and print the tables or JSON to standard output."""
     if options["output"] is not None:
@@ -161,39 +127,22 @@ def publish(report: Report, options: dict[str, Any]) -> None:
             click.echo(f"Wrote {options[key]}.")
 
 
-def print_tables(report: Report) -> None:
-    """The tables and what they were measured on, to standard output."""
-    from mxquant.cli.tables import new_console
-
-    out = new_console(_PIPE_WIDTH)
-    for table in report.tables(out.width):
-        out.print(table)
-    if note := report.footnote():
-        click.echo(note)
-
-
-def prepare_libraries() -> None:
-    """Import the slow ones while something moves, and keep transformers' bars out of log files."""
-    with console().status("starting"):
-        from mxquant.evals.models import quiet_transformers
-
-        quiet_transformers(progress_bars=sys.stderr.isatty())
-
-
 def _check(options: dict[str, Any]) -> Limits | None:
     """What can be known to be wrong before anything is read; returns the limits of the gate."""
     check_task_options(options)
     if options["no_perplexity"] and options["tasks"] is None:
-        raise click.UsageError("--no-perplexity leaves nothing to do without --tasks")
+        raise click.UsageError("--no-perplexity requires --tasks")
+    if options["baseline"] is not None:
+        needs("--baseline", "scipy", extra="eval")
     check_outputs(options)
     return limits_of(options)
 
 
 def _find_models(models: tuple[str, ...], options: dict[str, Any]) -> tuple[list[Source], Source | None]:
     """The models' configs; one that does not exist is an error now, not after hours."""
-    from mxquant.evals.sources import find_model
+    from mxquant.evals.find_model import find_model
 
-    with console().status("looking for the models"):
+    with console().status("locating the models"):
         trust = options["trust_remote_code"]
         sources = [find_model(model, trust_remote_code=trust) for model in models]
         given = options["baseline"]

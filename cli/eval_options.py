@@ -35,36 +35,36 @@ gate_options = all_of(
         "--max-ppl-increase",
         type=_Share(),
         metavar="5%",
-        help="Fail (exit code 3) if a perplexity is more above the baseline's; 5% or 0.05.",
+        help="Fail (exit code 3) if a perplexity exceeds the baseline's by more than this; 5% or 0.05.",
     ),
     click.option(
         "--max-kl",
         type=click.FloatRange(min=0),
         metavar="NATS",
-        help="Fail if the mean KL from the baseline is larger, in nats a token.",
+        help="Fail if the mean KL divergence from the baseline is larger, in nats per token.",
     ),
     click.option(
         "--max-accuracy-drop",
         type=_Share(),
         metavar="1%",
-        help="Fail if a task's accuracy is further below the baseline's; 1% is one point. Limits are compared with "
-        "the estimates, not with their intervals.",
+        help="Fail if a task's accuracy drops by more than this from the baseline's; 1% is one point. "
+        "Limits are compared with the estimates, not with their intervals.",
     ),
 )
 output_options = all_of(
     click.option("--output", type=click.Path(path_type=Path), help="Write the results to this file as JSON."),
-    click.option("--plot", type=click.Path(path_type=Path), help="Draw the comparison: .png, .pdf or .svg."),
+    click.option("--plot", type=click.Path(path_type=Path), help="Plot the comparison: .png, .pdf or .svg."),
     click.option(
         "--report",
         type=click.Path(path_type=Path),
         metavar="FILE.md",
-        help="Write tables, settings and versions as Markdown, with the picture beside it in FILE.png.",
+        help="Write a Markdown report with tables, settings and versions, and its plot to FILE.png.",
     ),
 )
 cache_option = click.option(
     "--cache",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Keep results in this folder, and take from it what was measured before.  [default: measure everything]",
+    help="Cache results in this folder and reuse them.  [default: no cache]",
 )
 
 
@@ -75,13 +75,13 @@ def limits_of(options: dict[str, Any]) -> Limits | None:
     if not given:
         return None
     if options["baseline"] is None:
-        raise click.UsageError(f"{given[0]} compares with a baseline; give one by --baseline MODEL")
+        raise click.UsageError(f"{given[0]} requires --baseline MODEL")
     if options["no_perplexity"] and given[0] != "--max-accuracy-drop":
-        raise click.UsageError(f"{given[0]} is about perplexity's text, which --no-perplexity leaves out")
+        raise click.UsageError(f"{given[0]} cannot be combined with --no-perplexity")
     if options["max_accuracy_drop"] is not None and options["tasks"] is None:
-        raise click.UsageError("--max-accuracy-drop goes with --tasks")
+        raise click.UsageError("--max-accuracy-drop requires --tasks")
     if options["max_kl"] is not None and not math.isfinite(options["max_kl"]):
-        raise click.UsageError(f"--max-kl {options['max_kl']} is not a limit")
+        raise click.UsageError(f"--max-kl {options['max_kl']} is not a finite number")
     return Limits(options["max_ppl_increase"], options["max_kl"], options["max_accuracy_drop"])
 
 
@@ -94,11 +94,13 @@ def check_outputs(options: dict[str, Any]) -> None:
         if path is not None and not path.absolute().parent.is_dir():
             raise click.UsageError(f"--{name} {path}: there is no folder {path.parent}")
     if options["report"] is not None and options["report"].suffix.lower() not in (".md", ".markdown"):
-        raise click.UsageError(f"--report {options['report']}: reports are Markdown; give a name that ends in .md")
-    if options["plot"] is not None:
-        from mxquant.evals.plots import check_format
+        raise click.UsageError(f"--report {options['report']}: the name of a Markdown report must end in .md")
+    pictures = [options["plot"], options["report"] and options["report"].with_suffix(".png")]
+    if any(pictures):
+        from mxquant.presentation.picture import check_format
 
-        check_format(options["plot"])
+        for picture in filter(None, pictures):
+            check_format(picture)
 
 
 def memory_of(options: dict[str, Any], settings: EvalSettings, tasks: TaskSet | None) -> Memory | None:

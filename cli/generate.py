@@ -42,43 +42,45 @@ class _Temperature(click.FloatRange):
 @click.command("generate", epilog=_EPILOG, context_settings={"max_content_width": 120})
 @click.argument("path", type=click.Path())
 @click.argument("prompt")
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=200, show_default=True, help="Stop after these.")
+@click.option(
+    "--max-new-tokens", type=click.IntRange(min=1), default=200, show_default=True, help="Maximum number of new tokens."
+)
 @click.option(
     "--temperature",
     type=_Temperature(),
     default=0.0,
     show_default=True,
-    help="0 takes the likeliest token each time.",
+    help="Sampling temperature; 0 is greedy decoding.",
 )
 @click.option(
     "--top-p",
     type=click.FloatRange(min=0, max=1, min_open=True),
     default=1.0,
     show_default=True,
-    help="Draw from the likeliest tokens of this probability together.",
+    help="Sample from the most likely tokens with this total probability.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the draws.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed for sampling.")
 @click.option(
     "--chat/--raw",
     default=None,
-    help="Put PROMPT into the tokenizer's chat template, or continue it.  [default: --chat if it has one]",
+    help="Apply the tokenizer's chat template to PROMPT, or continue PROMPT as it is.  [default: --chat if it has one]",
 )
 @loading_options
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, at the end.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON when done.")
 @handle_errors
 def generate_command(path: str, prompt: str, **options: Any) -> None:
-    """Continue PROMPT (- reads standard input) with the model PATH, and print the text as it is made.
+    """Continue PROMPT (- reads standard input) with the model PATH, and print the text as it is generated.
 
     PATH is a folder or a hub id, quantized or dense. Weights that mxquant can read stay packed. Speed and the
     memory held go to standard error.
     """
     if options["top_p"] < 1 and options["temperature"] == 0:
-        raise click.UsageError("--top-p goes with --temperature above 0")
+        raise click.UsageError("--top-p requires --temperature above 0")
     if prompt == "-":
         prompt = _read_stdin()
     with console().status("starting"):
+        from mxquant.evals.find_model import find_model
         from mxquant.evals.models import load_model, quiet_transformers
-        from mxquant.evals.sources import find_model
 
         quiet_transformers(progress_bars=False)
     as_json = options.pop("as_json")
@@ -100,7 +102,7 @@ def _read_stdin() -> str:
     from mxquant.errors import MXQuantError
 
     try:
-        return click.get_binary_stream("stdin").read().decode("utf-8")
+        return sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
         raise MXQuantError(f"standard input is not UTF-8 (byte {error.start})") from error
 

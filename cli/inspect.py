@@ -15,16 +15,16 @@ Examples:
   mxquant inspect openai/gpt-oss-20b --headers-only --json
 
 \b
-Formats that are understood:
+Supported formats:
   mxquant, compressed-tensors (NVFP4, MXFP4), ModelOpt (NVFP4), Quark (MXFP4, FP4 with
-  UE5M3 scales), gpt-oss (MXFP4). Tensors of others are listed as they are.
+  UE5M3 scales), gpt-oss (MXFP4). Tensors in other formats are listed as stored.
 """
 
 
 @click.command("inspect", epilog=_EPILOG, context_settings={"max_content_width": 120})
 @click.argument("path", type=click.Path())
 @click.argument("tensor", required=False)
-@click.option("--headers-only", is_flag=True, help="Do not read any tensor: sizes, but no histograms.")
+@click.option("--headers-only", is_flag=True, help="Read only the headers: sizes, but no histograms.")
 @click.option("--revision", help="Branch, tag or commit of a hub model.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 @handle_errors
@@ -38,7 +38,7 @@ def inspect_command(path: str, tensor: str | None, headers_only: bool, revision:
     largest code; many of the last mean that blocks saturate. A histogram of scales has a bar for each power of two.
     """
     if tensor is not None and headers_only:
-        raise click.UsageError("--headers-only has nothing to show of one TENSOR")
+        raise click.UsageError("--headers-only cannot be combined with TENSOR")
     from mxquant.inspection import summary
 
     checkpoint = summary.open_checkpoint(path, revision=revision)

@@ -5,24 +5,22 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from typing import Any
-
-from rich.console import Console
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
 
 from mxquant.checkpoint.formats.native import with_wildcards
 from mxquant.checkpoint.headers import TensorInfo
-from mxquant.cli.common import human_bytes
-from mxquant.cli.tables import new_console, new_table
+from mxquant.cli.common import human_bytes, output_console
 from mxquant.inspection.statistics import DenseStats, ElementStats, ScaleStats
 from mxquant.inspection.summary import Inspection, WeightSummary
+from mxquant.presentation.table import Column, Marked, Table
 
-# Wide enough for a line of every table where nobody's terminal sets the width.
-_PIPE_WIDTH = 160
-_WIDE = 150
+if TYPE_CHECKING:
+    from rich.console import Console
+
 _SIZES = ("count", "shape", "bits/w", "size")
 _SHARES = ("zero scale", "subnormal", "max scale", "zero code", "max code")
 _BAR = 40
+_BARS = Column("", is_text=True)
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 # Long and of no interest here: which layers have which scheme is in the table.
 _LONG = ("modules", "schemes", "config_groups", "ignore", "exclude", "exclude_modules", "modules_to_not_convert")
@@ -30,11 +28,11 @@ _LONG = ("modules", "schemes", "config_groups", "ignore", "exclude", "exclude_mo
 
 def print_inspection(found: Inspection) -> None:
     """The whole checkpoint: how it is quantized, its weights by kind, histograms, what is dense."""
-    out = new_console(_PIPE_WIDTH)
+    out = output_console()
     for line in _headline(found):
         out.print(line, soft_wrap=True)
-    for table in _weight_tables(found.weights, out.width) if found.weights else []:
-        out.print(table)
+    if found.weights:
+        out.print(weight_table(found.weights))
     for name, scales in found.scale_stats().items():
         print_scales(out, scales, f"Block scales of {name}")
     out.print(_dense_table(found))
@@ -63,26 +61,16 @@ def _headline(found: Inspection) -> list[str]:
     return lines
 
 
-def _weight_tables(weights: list[WeightSummary], width: int) -> list[Table]:
-    """Sizes and shares of the weights by kind: beside each other, or below where the terminal is narrow."""
+def weight_table(weights: list[WeightSummary]) -> Table:
+    """Sizes of the weights by kind and, where the values were read, shares of their scales and codes."""
     groups = _alike((w, w.weight.name, (w.weight.scheme, w.weight.shape)) for w in weights)
-    names = [(pattern.removesuffix(".weight"), members[0].weight.scheme.name) for pattern, members in groups]
-    sizes = [_sizes(members) for _, members in groups]
-    layout = [(("weight", "scheme"), _SIZES, sizes)]
-    if weights[0].scales is not None:
-        shares = [_shares(members) for _, members in groups]
-        if width >= _WIDE:
-            both = [[*a, *b] for a, b in zip(sizes, shares, strict=True)]
-            layout = [(("weight", "scheme"), (*_SIZES, *_SHARES), both)]
-        else:
-            layout.append((("weight",), _SHARES, shares))
-    tables = []
-    for left, right, cells in layout:
-        table = new_table("Packed weights" if not tables else "", left, right)
-        for name, row in zip(names, cells, strict=True):
-            table.add_row(*name[: len(left)], *row)
-        tables.append(table)
-    return tables
+    read = weights[0].scales is not None
+    shares = [Column(name, group="shares") for name in _SHARES] if read else []
+    table = Table.of("Packed weights", ("weight", "scheme"), (*_SIZES, *shares))
+    for pattern, members in groups:
+        name = pattern.removesuffix(".weight"), members[0].weight.scheme.name
+        table.add(*name, *_sizes(members), *(_shares(members) if read else ()))
+    return table
 
 
 def _sizes(members: list[WeightSummary]) -> list[str]:
@@ -110,7 +98,7 @@ def _dense_table(found: Inspection) -> Table:
     parts = {part.name for w in found.weights for part in w.weight.parts.values()}
     others = [t for t in found.checkpoint.tensors.values() if t.name not in parts]
     read = bool(found.dense)
-    table = new_table(
+    table = Table.of(
         "Other tensors", ("tensor", "what"), ("count", "dtype", "shape", "size", *(("std", "largest") if read else ()))
     )
     for pattern, members in _alike((t, t.name, (t.dtype, t.shape, found.roles[t.name])) for t in others):
@@ -121,14 +109,14 @@ def _dense_table(found: Inspection) -> Table:
             stats = [found.dense[t.name] for t in members if t.name in found.dense]
             largest = max((s.amax for s in stats), default=None)
             cells += [_spread(stats), "-" if largest is None else f"{largest:.4g}"]
-        table.add_row(pattern, found.roles[first.name], *cells)
+        table.add(pattern, found.roles[first.name], *cells)
     return table
 
 
-def _spread(stats: list[DenseStats]) -> str:
+def _spread(stats: list[DenseStats]) -> str | Marked:
     """The standard deviation over the values of several tensors; what is not finite shows."""
     if any(s.nan or s.infinite for s in stats):
-        return "[red]not finite[/]"
+        return Marked("not finite", "red")
     count = sum(s.count for s in stats)
     if not count:
         return "-"
@@ -146,7 +134,7 @@ def _alike(rows: Iterable[tuple[Any, str, Any]]) -> list[tuple[str, list[Any]]]:
 
 def print_tensor(info: TensorInfo, content: WeightSummary | DenseStats | None) -> None:
     """One tensor: what it is, and its histograms."""
-    out = new_console()
+    out = output_console()
     shape = " x ".join(map(str, info.shape)) or "one number"
     out.print(f"{info.name}: {info.dtype} {shape}, {human_bytes(info.nbytes)}, in {info.file.name}", soft_wrap=True)
     if isinstance(content, WeightSummary):
@@ -156,7 +144,7 @@ def print_tensor(info: TensorInfo, content: WeightSummary | DenseStats | None) -
 
 
 def _print_weight(found: WeightSummary) -> None:
-    out, w = new_console(), found.weight
+    out, w = output_console(), found.weight
     assert found.scales is not None
     assert found.elements is not None
     stack = f"{w.experts} matrices of " if w.experts is not None else ""
@@ -174,7 +162,7 @@ def _print_weight(found: WeightSummary) -> None:
 
 
 def _print_dense(stats: DenseStats) -> None:
-    out = new_console()
+    out = output_console()
     out.print(
         f"mean {stats.mean:.4g}, std {stats.std:.4g}, from {stats.smallest:.4g} to {stats.largest:.4g}; "
         f"{share(stats.zero, stats.count)} zero, {stats.nan} NaN, {stats.infinite} infinite"
@@ -193,15 +181,14 @@ def print_scales(out: Console, stats: ScaleStats, title: str) -> None:
 
 
 def _binade_table(binades: Counter[int], count: int, extra: list[tuple[str, int]], min_normal: float = 0.0) -> Table:
-    table = new_table("", ("from",), ("share",))
-    table.add_column("")
+    table = Table.of("", ("from",), ("share", _BARS))
     top = max([*binades.values(), *(n for _, n in extra)], default=0)
     for name, n in extra:
         if n:
-            table.add_row(name, share(n, count), bar(n, top))
+            table.add(name, share(n, count), bar(n, top))
     for e in range(min(binades), max(binades) + 1) if binades else ():
         name = f"2^{e}" + (" (subnormal)" if 2.0**e < min_normal else "")
-        table.add_row(name, share(binades[e], count), bar(binades[e], top))
+        table.add(name, share(binades[e], count), bar(binades[e], top))
     return table
 
 
@@ -212,19 +199,18 @@ def print_elements(out: Console, stats: ElementStats) -> None:
     both = [stats.codes[c] + stats.codes[c + half] for c in range(half)]
     shares = f"{share(stats.zero, stats.count)} zero, {share(stats.largest, stats.count)} the largest"
     out.print(f"Elements ({fmt.name}): {stats.count:,}; {shares}", soft_wrap=True)
-    table = new_table("", ("code",), ("value", "share", "negative"))
-    table.add_column("")
+    table = Table.of("", ("code",), ("value", "share", "negative", _BARS))
     for code, n in enumerate(both):
         if n or half <= 16:
             value = f"{fmt.magnitude(code):g}" if code <= fmt.max_code else "NaN"
-            table.add_row(
+            table.add(
                 f"{code:#04x}", value, share(n, stats.count), share(stats.codes[code + half], n), bar(n, max(both))
             )
     out.print(table)
 
 
 def share(part: int, whole: int) -> str:
-    """A percentage; what is not zero does not look like it."""
+    """A percentage; a value above zero is never shown as 0 %."""
     if not part or not whole:
         return "0"
     return f"{part / whole:.2%}" if part / whole >= 5e-5 else "<0.01%"

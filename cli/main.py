@@ -7,24 +7,25 @@ import importlib
 import click
 
 from mxquant import __version__
+from mxquant.cli import quiet_imports
 
 # command -> one line of help; its module is mxquant.cli.<command>, its function <command>.
 _COMMANDS = {
     "quantize": "Quantize a checkpoint's weights to a 4-bit block-scaled format.",
     "eval": "Measure perplexity, divergence from a baseline and downstream tasks.",
-    "diagnose": "Say which formats a model's weights ask for, and mix them within a budget of bits.",
-    "sweep": "Measure a model in many formats, and find where smaller blocks are worse.",
-    "train": "Train with FP4 products by one or several recipes, and compare their losses.",
-    "bench": "Time packed linear layers against dense ones, and against the machine's limits.",
-    "dequantize": "Turn a quantized checkpoint back into a dense one.",
-    "card": "Write an output's model card again, with measured quality, and push it to the hub.",
-    "generate": "Continue a prompt, with the weights packed.",
+    "diagnose": "Recommend formats for a model, and mix them within a bit budget.",
+    "sweep": "Evaluate a model in many formats, and find where smaller blocks are worse.",
+    "train": "Train in FP4 with one or more recipes, and compare their losses.",
+    "bench": "Benchmark packed linear layers against dense ones and the machine's limits.",
+    "dequantize": "Convert a quantized checkpoint to a dense one.",
+    "card": "Rewrite an output's model card with measured quality; push it to the hub.",
+    "generate": "Generate text from a prompt, with packed weights.",
     "inspect": "Show what is in a checkpoint: formats, bits per weight, histograms of scales and codes.",
-    "verify": "Look for everything that can be wrong with a checkpoint.",
-    "theory": "Say what schemes cost on weights of a given width, and where blocks change order.",
-    "env": "Show versions, the processor and which kernels are used.",
-    "completion": "Print a script that completes commands in bash, zsh or fish.",
-    "demo": "Quantize the bundled model four ways, evaluate and compare.",
+    "verify": "Check a checkpoint for faults.",
+    "theory": "Compute the expected error of schemes, and where smaller blocks are worse.",
+    "env": "Show versions, the processor and the kernels in use.",
+    "completion": "Print a shell completion script for bash, zsh or fish.",
+    "demo": "Quantize a small bundled model in four formats, evaluate and compare.",
 }
 
 _EPILOG = """\b
@@ -53,6 +54,7 @@ class _LazyGroup(click.Group):
 @click.version_option(__version__, prog_name="mxquant")
 def main() -> None:
     """4-bit block-scaled quantization (MXFP4, NVFP4, UE5M3) for Hugging Face language models."""
+    quiet_imports.install()
 
 
 if __name__ == "__main__":

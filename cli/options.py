@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import click
 
+from mxquant.extras import needs
 from mxquant.schemes.formats import ELEMENTS, PRESETS, ROUNDINGS, SCALES, QuantScheme, scale_rules
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -28,19 +29,17 @@ scheme_options = all_of(
     click.option("--format", "preset", type=click.Choice(list(PRESETS)), help="Preset to start from; see below."),
     click.option("--element", type=click.Choice(list(ELEMENTS)), help="Element format.  [default: fp4_e2m1]"),
     click.option("--scale", type=click.Choice(list(SCALES)), help="Block scale format.  [default: ue5m3]"),
-    click.option("--block", metavar="N|RxC", help="Block along the input features, or tile.  [default: 16]"),
-    click.option("--global-scale/--no-global-scale", default=None, help="One more fp32 scale per tensor."),
-    click.option(
-        "--scale-rule", type=click.Choice(scale_rules()), help="How a block's scale follows from the block; see below."
-    ),
-    click.option("--rounding", type=click.Choice(ROUNDINGS), help="How elements are rounded.  [default: nearest]"),
+    click.option("--block", metavar="N|RxC", help="Block length along the input features, or a tile.  [default: 16]"),
+    click.option("--global-scale/--no-global-scale", default=None, help="Add one fp32 scale per tensor."),
+    click.option("--scale-rule", type=click.Choice(scale_rules()), help="How a block's scale is computed; see below."),
+    click.option("--rounding", type=click.Choice(ROUNDINGS), help="Rounding of elements.  [default: nearest]"),
 )
 SCHEME_HELP = """\b
 Schemes:
-  --scheme takes the short text that recipes use: preset, element, scale (+global
-  for a global scale), block, scale rule and rounding, with slashes between them.
-  The other options change it, or the preset given as --format. --scale starts
-  afresh: no global scale, and the new format's default rule, unless given too.
+  --scheme takes a scheme as recipes write it: preset, element, scale (+global for
+  a global scale), block, scale rule and rounding, separated by slashes. The other
+  options override parts of it, or of the preset given with --format. --scale resets
+  the scale: no global scale and the new format's default rule, unless given too.
 
 \b
 Presets:
@@ -56,22 +55,22 @@ Scale rules (the first is the default):
 seq_len_option = click.option(
     "--seq-len",
     type=click.IntRange(min=2),
-    help="Tokens in a window.  [default: 2048, or the models' limit if smaller]",
+    help="Tokens per window.  [default: 2048, or the models' limit if smaller]",
 )
 batch_size_option = click.option(
-    "--batch-size", type=click.IntRange(min=1), default=1, show_default=True, help="Windows or items at once."
+    "--batch-size", type=click.IntRange(min=1), default=1, show_default=True, help="Windows or items per batch."
 )
 task_options = all_of(
     click.option(
         "--tasks",
         metavar="A,B=FILE",
-        help="lm-eval tasks to run as well, by name or YAML file; hellaswag and lambada with a JSONL file of yours.",
+        help="lm-eval tasks to run, by name or YAML file; hellaswag and lambada also take a local JSONL file.",
     ),
-    click.option("--limit", type=click.FloatRange(min=0, min_open=True), help="Items per task; a share if below 1."),
+    click.option("--limit", type=click.FloatRange(min=0, min_open=True), help="Items per task; a fraction if below 1."),
     click.option(
-        "--num-fewshot", type=click.IntRange(min=0), help="Solved examples before each item.  [default: the task's]"
+        "--num-fewshot", type=click.IntRange(min=0), help="Few-shot examples per item.  [default: the task's]"
     ),
-    click.option("--include-path", type=click.Path(), help="Folder of task YAMLs of your own."),
+    click.option("--include-path", type=click.Path(), help="Folder with your own task YAML files."),
 )
 loading_options = all_of(
     click.option(
@@ -79,21 +78,26 @@ loading_options = all_of(
         type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
         default="auto",
         show_default=True,
-        help="Of activations and dense weights; auto is the checkpoint's.",
+        help="Dtype of activations and dense weights; auto is the checkpoint's.",
     ),
     click.option(
-        "--device", default="auto", show_default=True, help="cpu, cuda, cuda:1, ...; auto is CUDA if there is one."
+        "--device",
+        default="auto",
+        show_default=True,
+        help="Device: cpu, cuda, cuda:1, ...; auto uses CUDA if available.",
     ),
-    click.option("--trust-remote-code", is_flag=True, help="Run model code that comes with a checkpoint."),
+    click.option("--trust-remote-code", is_flag=True, help="Allow running code that comes with a checkpoint."),
 )
 
 
 def check_task_options(options: dict[str, Any]) -> None:
-    """Raise ``UsageError`` for options that say how to run tasks where there are none."""
+    """Raise ``UsageError`` for options that say how to run tasks where there are none, or without lm-eval."""
     if options["tasks"] is None:
         for name in ("limit", "num_fewshot", "include_path"):
             if options[name] is not None:
-                raise click.UsageError(f"--{name.replace('_', '-')} goes with --tasks")
+                raise click.UsageError(f"--{name.replace('_', '-')} requires --tasks")
+    else:
+        needs("--tasks", "lm_eval", extra="eval")
 
 
 def scheme_from(options: dict[str, Any]) -> QuantScheme | None:
@@ -101,7 +105,9 @@ def scheme_from(options: dict[str, Any]) -> QuantScheme | None:
     text, preset = options["scheme"], options["preset"]
     changes = {name: options[name] for name in QuantScheme.__dataclass_fields__ if options[name] is not None}
     if text is not None and preset is not None:
-        raise click.UsageError(f"--scheme and --format both name a scheme; give one, e.g. --scheme {preset}/16")
+        raise click.UsageError(
+            f"--scheme and --format cannot be combined; write both as one scheme, e.g. --scheme {preset}/16"
+        )
     if text is None and preset is None and not changes:
         return None
     base = QuantScheme() if text is None else QuantScheme.parse(text)

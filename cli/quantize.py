@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mxquant.cli.common import console, handle_errors, progress, write_json
+from mxquant.cli.common import console, handle_errors, printable, progress, write_json
+from mxquant.cli.default_out import default_out
 from mxquant.cli.options import SCHEME_HELP, scheme_from, scheme_options
 from mxquant.errors import SchemeError
 from mxquant.schemes.formats import QuantScheme
@@ -31,17 +32,17 @@ Examples:
 
 {SCHEME_HELP}
 \b
-Activations and KV cache are not stored, so theirs are schemes in short, such as
-ue5m3/16, e4m3+global/16 (a global scale from all tokens) or e4m3+token/16 (one
-for each token). Their scale rule is absmax, and even for e8m0, unless they name
-another; "same" is the weights' format with that rule. They are simulated: rounded,
-then computed in the model's dtype.
+Schemes of activations and of the KV cache are written in the same way: ue5m3/16,
+e4m3+global/16 (one global scale for all tokens) or e4m3+token/16 (one for each
+token). Their default scale rule is absmax, or even for e8m0; "same" is the weights'
+format with that rule. Both are simulated at run time: values are rounded, then
+computed with in the model's dtype.
 
 \b
 A run that is killed or interrupted leaves its finished shards in OUT.partial.
-The same command with --resume goes on from there; OUT is then the same, byte for
-byte. With another source, recipe or version it is refused. --max-shard-size
-says how much work can be lost at most.
+The same command with --resume continues from there and gives the same OUT, byte
+for byte. It is refused if the source, the recipe or a version has changed.
+--max-shard-size limits how much work can be lost.
 """
 
 
@@ -67,23 +68,25 @@ class _Size(click.ParamType):
 @click.argument("source")
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="Output folder.  [default: ./<name>-<scheme>]")
 @scheme_options
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of stochastic rounding.")
-@click.option("--include", multiple=True, metavar="REGEX", help="Quantize only modules that match, the head too.")
-@click.option("--exclude", multiple=True, metavar="REGEX", help="Keep modules that match dense.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed for stochastic rounding.")
 @click.option(
-    "--activations", metavar="same|SCHEME|none", help="Round the inputs of quantized layers as the model runs."
+    "--include", multiple=True, metavar="REGEX", help="Quantize only matching modules; may name the output head."
 )
-@click.option("--kv-cache", metavar="SCHEME|none", help="Round keys and values as the model runs.")
-@click.option("--recipe", type=click.Path(path_type=Path), help="YAML of ordered `pattern: scheme` rules.")
-@click.option("--device", default="cpu", show_default=True, help="Where to compute, e.g. cuda.")
-@click.option("--max-shard-size", type=_Size(), default="5GB", show_default=True, help="Largest output file.")
+@click.option("--exclude", multiple=True, metavar="REGEX", help="Keep matching modules dense.")
+@click.option("--activations", metavar="same|SCHEME|none", help="Simulate quantized activations at run time.")
+@click.option("--kv-cache", metavar="SCHEME|none", help="Simulate a quantized KV cache at run time.")
+@click.option("--recipe", type=click.Path(path_type=Path), help="YAML file with ordered `pattern: scheme` rules.")
+@click.option("--device", default="cpu", show_default=True, help="Device to compute on, e.g. cuda.")
+@click.option(
+    "--max-shard-size", type=_Size(), default="5GB", show_default=True, help="Maximum size of an output file."
+)
 @click.option("--revision", help="Branch, tag or commit of a hub model.")
-@click.option("--trust-remote-code", is_flag=True, help="Run model code that comes with the checkpoint.")
-@click.option("--allow-dense", is_flag=True, help="Accept that many weights stay dense without a rule saying so.")
+@click.option("--trust-remote-code", is_flag=True, help="Allow running code that comes with the checkpoint.")
+@click.option("--allow-dense", is_flag=True, help="Allow large unquantized layers.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and stop.")
-@click.option("--overwrite", is_flag=True, help="Replace an existing model, or what an interrupted run has left.")
-@click.option("--resume", is_flag=True, help="Go on with an interrupted run, if there is one; see below.")
-@click.option("--push-to-hub", "repo", metavar="REPO", help="Upload the output then; a new repository is private.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing model or an interrupted run.")
+@click.option("--resume", is_flag=True, help="Resume an interrupted run, if there is one; see below.")
+@click.option("--push-to-hub", "repo", metavar="REPO", help="Upload the output when done; a new repository is private.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report (or plan) as JSON.")
 @handle_errors
 def quantize_command(**options: Any) -> None:
@@ -93,13 +96,15 @@ def quantize_command(**options: Any) -> None:
     Prints the plan, streams the weights into OUT and ends with a report of what it cost, which is
     also kept as OUT/quantization_report.json. OUT loads with AutoModelForCausalLM.from_pretrained.
     """
-    from mxquant.cli import tables
+    from rich.markup import escape
+
+    from mxquant.cli import quantize_tables
     from mxquant.convert import pipeline
     from mxquant.convert.output import check_output
 
     recipe, label = _recipe(options)
     source = options["source"]
-    out = options["out"] or Path(f"{_name(str(source))}-{label}")
+    out = options["out"] or default_out(str(source), label)
     quiet = options["as_json"]
     checkpoint, plan = pipeline.plan_model(
         source,
@@ -118,19 +123,19 @@ def quantize_command(**options: Any) -> None:
         if quiet:
             write_json({"out": str(out), **plan.to_dict()})
         else:
-            tables.print_plan(plan, out)
+            quantize_tables.print_plan(plan, out)
         return
     if not options["resume"]:  # what it makes of an output that is there, the pipeline knows
-        check_output(out, checkpoint.source, options["overwrite"])
+        check_output(out, checkpoint, options["overwrite"])
     if not quiet:
-        tables.print_plan_summary(plan, out)
+        quantize_tables.print_plan_summary(plan, out)
     for warning in plan.warnings:
-        console().print(f"[yellow]Warning:[/] {warning}")
+        console().print(f"[yellow]Warning:[/] {escape(printable(warning))}")
     report = _run(checkpoint, plan, out, options)
     if quiet:
         write_json(report.to_dict())
     elif report.resumed_parameters < plan.parameters:
-        tables.print_report(report)
+        quantize_tables.print_report(report)
     if options["repo"] is not None:
         _push(out, options["repo"])
 
@@ -157,13 +162,9 @@ def _run(checkpoint: Checkpoint, plan: QuantPlan, out: Path, options: dict[str, 
         except KeyboardInterrupt:
             work = WorkFolder(out).path
             if count := finished_shards(work):
-                left = f"{count} of {len(plan.shards)} shards are kept in {work}; --resume goes on with them."
+                left = f"{count} of {len(plan.shards)} shards are kept in {work}; --resume continues from there."
                 console().print(left, markup=False)
             raise
-
-
-def _name(source: str) -> str:
-    return Path(source).stem if source.lower().endswith(".gguf") else Path(source.rstrip("/")).name
 
 
 def _push(out: Path, repo: str) -> None:
@@ -177,13 +178,13 @@ def _push(out: Path, repo: str) -> None:
 def _recipe(options: dict[str, Any]) -> tuple[QuantRecipe, str]:
     """The recipe that the options ask for, and a label for the output's name."""
     given = scheme_from(options)
-    patterns = {"include": tuple(options["include"]), "exclude": tuple(options["exclude"])}
-    dynamic = {name: options[name] for name in ("activations", "kv_cache") if options[name] is not None}
+    patterns: dict[str, Any] = {"include": tuple(options["include"]), "exclude": tuple(options["exclude"])}
+    dynamic: dict[str, Any] = {name: options[name] for name in ("activations", "kv_cache") if options[name] is not None}
     if options["recipe"] is not None:
         recipe = QuantRecipe.from_file(options["recipe"])
         if given is not None:
             if recipe.default is not None:
-                raise SchemeError(f"{options['recipe']} has a default scheme; drop it, or the scheme options")
+                raise SchemeError(f"{options['recipe']} has a default scheme; remove it, or omit the scheme options")
             recipe = replace(recipe, default=given)
         merged = {k: getattr(recipe, k) + v for k, v in patterns.items()}
         return replace(recipe, **merged, **dynamic), Path(options["recipe"]).stem

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mxquant.cli.common import console, handle_errors, progress, write_json
+from mxquant.cli.common import console, handle_errors, output_console, progress, write_json
 from mxquant.cli.options import batch_size_option, check_task_options, loading_options, seq_len_option, task_options
 from mxquant.evals.sweep.grid import PAPER, PRESETS, Grid
+from mxquant.extras import needs
 
 if TYPE_CHECKING:
     from mxquant.evals.sweep.run import Sweep
@@ -32,7 +33,7 @@ global scale for each tensor (e4m3+global is NVFP4's).
 
 \b
 Rules: "paper" is absmax, and even for e8m0, as in arXiv 2601.19026; "default" is what
-`mxquant quantize` uses; all others by name. A rule that a scale lacks is skipped for it.
+`mxquant quantize` uses; all others by name. A rule that a scale does not have is skipped.
 
 \b
 Finished cells are kept in a cache, so a sweep that was interrupted, or gets more scales
@@ -44,8 +45,6 @@ _SCALES = "e8m0,e4m3,e4m3+global,ue5m3,bf16"
 _BLOCKS = "8,16,32,64,128"
 _TEXT = "wikitext2"
 _WINDOWS = 16
-# Wide enough for a row of every table where nobody's terminal sets the width.
-_PIPE_WIDTH = 132
 
 
 class _Windows(click.ParamType):
@@ -73,24 +72,30 @@ class _Windows(click.ParamType):
     metavar="A,B,...",
     help="Inputs of the quantized layers: none, same (as the weights) or a scheme such as ue5m3/16.  [default: none]",
 )
-@click.option("--preset", type=click.Choice(list(PRESETS)), help="A published study's grid, text and windows.")
+@click.option("--preset", type=click.Choice(list(PRESETS)), help="Grid, text and windows of a published study.")
 @click.option(
     "--text",
     metavar="wikitext2|builtin|FILE",
     help=f"Text for perplexity: WikiText-2's test split, Python's documentation, or a file.  [default: {_TEXT}]",
 )
 @seq_len_option
-@click.option("--windows", type=_Windows(), metavar="N|all", help=f"Use only the first windows.  [default: {_WINDOWS}]")
+@click.option(
+    "--windows", type=_Windows(), metavar="N|all", help=f"Use only the first N windows.  [default: {_WINDOWS}]"
+)
 @batch_size_option
 @task_options
 @loading_options
 @click.option(
-    "--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="CUDA devices to use, a model on each."
+    "--jobs",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Number of CUDA devices to use, one model on each.",
 )
 @click.option(
     "--cache",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Folder of finished cells.  [default: ~/.cache/mxquant/sweep]",
+    help="Cache folder for finished cells.  [default: ~/.cache/mxquant/sweep]",
 )
 @click.option(
     "--output",
@@ -101,18 +106,21 @@ class _Windows(click.ParamType):
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 @handle_errors
 def sweep_command(model: str, **options: Any) -> None:
-    """Measure MODEL in many formats: scale x block x rule, with and without quantized activations.
+    """Evaluate MODEL in many formats: scale x block x rule, with and without quantized activations.
 
-    MODEL is a dense one, a folder or a hub id. It is loaded once; for each cell its linear weights are
-    quantized in memory, embeddings, norms and head stay dense. Tells where smaller blocks are worse.
+    MODEL is a dense model, a folder or a hub id. It is loaded once; for each cell its linear weights are
+    quantized in memory, embeddings, norms and head stay dense. Reports where smaller blocks are worse.
     """
     grid = _grid(options)
     check_task_options(options)
     if options["jobs"] > 1 and options["device"] not in ("auto", "cuda"):
-        raise click.UsageError(f"--jobs {options['jobs']} uses CUDA devices; it does not go with --device")
+        raise click.UsageError(f"--jobs {options['jobs']} uses CUDA devices and cannot be combined with --device")
     if options["dry_run"]:
         _print_cells(grid, options["as_json"])
         return
+    needs("mxquant sweep", "scipy", extra="eval")
+    if options["output"] is not None:
+        needs("--output", "matplotlib", extra="plot")
     from mxquant.evals.text import load_text
 
     with console().status("reading the text"):
@@ -174,7 +182,7 @@ def _print_cells(grid: Grid, as_json: bool) -> None:
 
 
 def _run(model: str, text: Any, grid: Grid, options: dict[str, Any]) -> Sweep:
-    from mxquant.cli.eval import prepare_libraries
+    from mxquant.cli.evaluating import prepare_libraries
 
     prepare_libraries()
     from mxquant.evals.sweep.jobs import cuda_devices
@@ -197,7 +205,7 @@ def _run(model: str, text: Any, grid: Grid, options: dict[str, Any]) -> Sweep:
                 on_progress=display.working,
             )
         except KeyboardInterrupt:
-            click.echo(f"{display.finished} cells are kept; the same command goes on from there.", err=True)
+            click.echo(f"{display.finished} cells are kept; run the same command again to continue.", err=True)
             raise
 
 
@@ -247,7 +255,7 @@ class _Display(contextlib.AbstractContextManager["_Display"]):
 def _write(found: Sweep, folder: Path) -> list[Path]:
     """JSON, CSV and pictures of a sweep."""
     from mxquant.evals.sweep.plots import plot_sweep
-    from mxquant.evals.sweep.report import measured_on, to_csv
+    from mxquant.evals.sweep.tables import measured_on, to_csv
 
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / f"sweep.{kind}" for kind in ("json", "csv", "png", "svg")]
@@ -259,12 +267,8 @@ def _write(found: Sweep, folder: Path) -> list[Path]:
 
 
 def _print(found: Sweep) -> None:
-    from mxquant.cli.tables import new_console
-    from mxquant.evals.sweep.report import sentences, tables
+    from mxquant.evals.sweep.tables import sentences, tables
 
-    out = new_console(_PIPE_WIDTH)
-    for title, table in tables(found):
-        out.print(f"[bold]{title}[/bold]", soft_wrap=True)
-        out.print(table)
+    output_console().print(*tables(found))
     for line in sentences(found):
         click.echo(line)

@@ -12,7 +12,7 @@ from mxquant.cli.common import handle_errors, progress, write_json
 from mxquant.schemes.formats import ELEMENTS, ROUNDINGS, QuantScheme
 
 if TYPE_CHECKING:
-    from mxquant.evals.theory_report import TheoryReport
+    from mxquant.evals.theory_study import TheoryReport
 
 _EPILOG = """\b
 Examples:
@@ -32,15 +32,21 @@ _ROWS, _POINTS, _SAMPLED_POINTS = 13, 400, 60
 )
 @click.option("--blocks", metavar="N,RxC,...", help=f"Blocks and tiles.  [default: {_BLOCKS}, or a scheme's own]")
 @click.option(
-    "--sigma", default="0.02", show_default=True, metavar="S,S,...|LOW:HIGH", help="Standard deviations, or a range."
+    "--sigma",
+    default="0.02",
+    show_default=True,
+    metavar="S,S,...|LOW:HIGH",
+    help="Standard deviations of the weights, or a range.",
 )
-@click.option("--points", type=click.IntRange(2, 10000), help=f"Points of a range.  [default: {_POINTS} where drawn]")
+@click.option(
+    "--points", type=click.IntRange(2, 10000), help=f"Number of points in a range.  [default: {_POINTS} where drawn]"
+)
 @click.option(
     "--distribution", default="gaussian", show_default=True, help="gaussian, laplace, uniform or student-t:DF."
 )
 @click.option("--element", type=click.Choice(list(ELEMENTS)), help="Element format.  [default: fp4_e2m1]")
 @click.option("--rule", help="Scale rule.  [default: absmax, and even for e8m0; a scheme's own]")
-@click.option("--rounding", type=click.Choice(ROUNDINGS), help="Of elements.  [default: nearest]")
+@click.option("--rounding", type=click.Choice(ROUNDINGS), help="Rounding of elements.  [default: nearest]")
 @click.option(
     "--metric", type=click.Choice(["squared", "absolute"]), default="squared", show_default=True, help="Kind of error."
 )
@@ -51,14 +57,14 @@ _ROWS, _POINTS, _SAMPLED_POINTS = 13, 400, 60
     show_default=True,
     help="Size of the tensor whose largest weight sets the global scale.",
 )
-@click.option("--crossovers", is_flag=True, help="Find every sigma where neighbouring blocks change order.")
-@click.option("--plot", type=click.Path(path_type=Path), help="Draw error against sigma: .png, .pdf or .svg.")
-@click.option("--plot-parts", type=click.Path(path_type=Path), help="Draw what the error consists of.")
+@click.option("--crossovers", is_flag=True, help="Find every sigma at which neighbouring block sizes change order.")
+@click.option("--plot", type=click.Path(path_type=Path), help="Plot the error over sigma: .png, .pdf or .svg.")
+@click.option("--plot-parts", type=click.Path(path_type=Path), help="Plot the parts of the error.")
 @click.option("--csv", "csv_path", type=click.Path(path_type=Path), help="Write all points to this file.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 @handle_errors
 def theory_command(**options: Any) -> None:
-    """The error of a scheme on weights of a given width, in theory: no model is needed.
+    """Compute the expected error of a scheme on weights of a given width; no model is needed.
 
     Errors are means over elements, relative to sigma^2 (absolute ones to sigma): 1 means that all is lost. Their
     parts are the elements that are not the largest of their block, the largest ones, and blocks whose scale is
@@ -68,8 +74,8 @@ def theory_command(**options: Any) -> None:
     """
     from mxquant import theory
     from mxquant.cli.theory_tables import print_theory
-    from mxquant.evals.plots import check_format
-    from mxquant.evals.theory_report import steps, study
+    from mxquant.evals.theory_study import steps, study
+    from mxquant.presentation.picture import check_format
 
     drawn = [path for path in (options["plot"], options["plot_parts"]) if path]
     for path in drawn:
@@ -116,7 +122,7 @@ def _schemes(options: dict[str, Any]) -> list[QuantScheme]:
 def _parts(text: str, option: str) -> list[str]:
     parts = [part.strip() for part in text.split(",")]
     if not all(parts):
-        raise click.BadParameter(f"{text!r} has an empty part between its commas", param_hint=option)
+        raise click.BadParameter(f"{text!r} contains an empty item", param_hint=option)
     return parts
 
 

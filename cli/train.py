@@ -10,6 +10,7 @@ import click
 
 from mxquant.cli.common import console, handle_errors, write_json
 from mxquant.cli.options import check_task_options, task_options
+from mxquant.extras import needs
 from mxquant.schemes.formats import ROUNDINGS
 
 if TYPE_CHECKING:
@@ -46,9 +47,9 @@ _LR_SCRATCH, _LR_CHECKPOINT = 2.5e-3, 1e-4
     "recipes",
     multiple=True,
     metavar="NAME|FILE",
-    help="See below; one or several.  [default: bf16, fp4-2d]",
+    help="Training recipe, see below; may be given several times.  [default: bf16, fp4-2d]",
 )
-@click.option("--from", "pretrained", metavar="MODEL", help="Dense checkpoint to go on with, a folder or hub id.")
+@click.option("--from", "pretrained", metavar="MODEL", help="Dense checkpoint to start from, a folder or hub id.")
 @click.option("--config", metavar="FILE", help="config.json of a model to train from scratch.  [default: a tiny Llama]")
 @click.option("--tokenizer", metavar="FOLDER", help="Tokenizer for --config.  [default: the bundled model's]")
 @click.option(
@@ -59,47 +60,70 @@ _LR_SCRATCH, _LR_CHECKPOINT = 2.5e-3, 1e-4
     help="Python's documentation, a UTF-8 file, or a data set: a folder or hub id, owner/name or owner/name:config.",
 )
 @click.option("--text-column", default="text", show_default=True, help="Column of a data set.")
-@click.option("--eval-text", metavar="builtin|wikitext2|FILE", help="To evaluate on.  [default: a held-out part]")
-@click.option("--eval-windows", type=click.IntRange(min=1), help="Use only the first windows of it.")
+@click.option("--eval-text", metavar="builtin|wikitext2|FILE", help="Text to evaluate on.  [default: a held-out part]")
+@click.option("--eval-windows", type=click.IntRange(min=1), help="Use only its first N windows.")
 @click.option("--steps", type=click.IntRange(min=1), default=300, show_default=True, help="Optimizer steps.")
-@click.option("--batch-size", type=click.IntRange(min=1), default=4, show_default=True, help="Windows at once.")
-@click.option("--grad-accum", type=click.IntRange(min=1), default=1, show_default=True, help="Micro-steps a step.")
-@click.option("--seq-len", type=click.IntRange(min=2), help="Tokens in a window.  [default: 512, or the model's limit]")
+@click.option("--batch-size", type=click.IntRange(min=1), default=4, show_default=True, help="Windows per batch.")
+@click.option(
+    "--grad-accum", type=click.IntRange(min=1), default=1, show_default=True, help="Micro-batches per optimizer step."
+)
+@click.option("--seq-len", type=click.IntRange(min=2), help="Tokens per window.  [default: 512, or the model's limit]")
 @click.option("--lr", type=float, help=f"Peak learning rate.  [default: {_LR_SCRATCH}; with --from {_LR_CHECKPOINT}]")
-@click.option("--warmup", type=click.IntRange(min=0), help="Steps of linear warm-up.  [default: a tenth]")
-@click.option("--seed", "--seeds", "seeds", default="0", show_default=True, metavar="N,N,...", help="One run for each.")
+@click.option("--warmup", type=click.IntRange(min=0), help="Linear warm-up steps.  [default: a tenth of --steps]")
+@click.option(
+    "--seed",
+    "--seeds",
+    "seeds",
+    default="0",
+    show_default=True,
+    metavar="N,N,...",
+    help="Seeds; each recipe is run with each.",
+)
 @click.option(
     "--dtype",
     type=click.Choice(["bfloat16", "float32"]),
     default="bfloat16",
     show_default=True,
-    help="Of products (autocast); parameters and the optimizer are fp32.",
+    help="Dtype of products (autocast); parameters and the optimizer are fp32.",
 )
 @click.option("--block", metavar="N|RxC", help="Block or tile of every FP4 operand instead of the recipe's.")
-@click.option("--rounding", multiple=True, metavar="ROLE=HOW", help="E.g. gradient=nearest, of weight, activation.")
-@click.option("--exclude", multiple=True, metavar="REGEX", help="Keep modules that match in high precision.")
-@click.option("--allow-high", is_flag=True, help="Accept weights that cannot train in FP4, such as fused experts.")
+@click.option(
+    "--rounding",
+    multiple=True,
+    metavar="ROLE=HOW",
+    help="Rounding of weight, activation or gradient, e.g. gradient=nearest.",
+)
+@click.option("--exclude", multiple=True, metavar="REGEX", help="Keep matching modules in high precision.")
+@click.option("--allow-high", is_flag=True, help="Allow weights that cannot be trained in FP4, such as fused experts.")
 @click.option("--save-every", type=click.IntRange(min=1), help="Steps between checkpoints to resume from.")
 @click.option("--eval-every", type=click.IntRange(min=1), help="Steps between evaluations.")
-@click.option("--monitor-every", type=click.IntRange(min=0), default=20, show_default=True, help="Steps; 0 is never.")
-@click.option("--gradient-checkpointing", is_flag=True, help="Recompute activations in backward, to save memory.")
+@click.option(
+    "--monitor-every",
+    type=click.IntRange(min=0),
+    default=20,
+    show_default=True,
+    help="Steps between measurements of the quantization; 0 turns them off.",
+)
+@click.option(
+    "--gradient-checkpointing", is_flag=True, help="Recompute activations in the backward pass to save memory."
+)
 @click.option("--compile", is_flag=True, help="Compile the model with torch.compile.")
 @task_options
-@click.option("--trust-remote-code", is_flag=True, help="Run model code that comes with a checkpoint.")
+@click.option("--trust-remote-code", is_flag=True, help="Allow running code that comes with a checkpoint.")
 @click.option(
     "-o",
     "--output",
     type=click.Path(path_type=Path, file_okay=False),
     default="mxquant-train",
     show_default=True,
-    help="Folder for the checkpoints and all that comes out.",
+    help="Output folder for checkpoints and results.",
 )
-@click.option("--resume", is_flag=True, help="Go on with the runs in the output folder.")
+@click.option("--resume", is_flag=True, help="Resume the runs in the output folder.")
 @click.option("--dry-run", is_flag=True, help="Print memory and theoretical speed-up of each recipe, and stop.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 @handle_errors
 def train_command(**options: Any) -> None:
-    """Train a model with the products of its linear layers in FP4, simulated exactly.
+    """Train a model with FP4 linear layers, simulated exactly.
 
     With several recipes each is trained on the same data from the same start. Leaves a checkpoint for
     each in OUTPUT, with the recipe by which `mxquant quantize` gives the very weights that forward saw,
@@ -108,9 +132,13 @@ def train_command(**options: Any) -> None:
     check_task_options(options)
     recipes = _recipes(options)
     if options["pretrained"] and (options["config"] or options["tokenizer"]):
-        raise click.UsageError("--from brings its own config and tokenizer; leave out --config and --tokenizer")
+        raise click.UsageError("--from cannot be combined with --config or --tokenizer")
+    if not options["dry_run"]:
+        needs("mxquant train", "matplotlib", extra="plot")
+        if len(_seeds(options["seeds"])) > 1:
+            needs("--seeds", "scipy", extra="eval")
     from mxquant.cli import train_tables
-    from mxquant.cli.eval import prepare_libraries
+    from mxquant.cli.evaluating import prepare_libraries
 
     prepare_libraries()
     from mxquant.evals.training.study import is_main_process
@@ -127,7 +155,7 @@ def train_command(**options: Any) -> None:
     if not is_main_process():
         return
     if options["as_json"]:
-        from mxquant.evals.training.report import to_dict
+        from mxquant.evals.training.summary import to_dict
 
         write_json(to_dict(study))
         return
@@ -165,17 +193,20 @@ def _seeds(text: str) -> tuple[int, ...]:
 def _plan(recipes: tuple[TrainingRecipe, ...], options: dict[str, Any]) -> Plan:
     """Everything that can be wrong is found here, before anything is trained."""
     from mxquant.evals.text import EvalText
-    from mxquant.evals.training.source import from_checkpoint, from_config
+    from mxquant.evals.training.initial_model import from_checkpoint, from_config
     from mxquant.evals.training.study import Plan
     from mxquant.evals.training.text import TrainingText, load_training_text
     from mxquant.training.run import RunSettings
 
     steps, warmup = options["steps"], options["warmup"]
+    given: dict[str, Any] = {
+        **{name: options[name] for name in ("steps", "batch_size", "grad_accum", "dtype", "monitor_every")},
+        **{name: options[name] or 0 for name in ("save_every", "eval_every")},
+    }
     settings = RunSettings(
         lr=options["lr"] or (_LR_CHECKPOINT if options["pretrained"] else _LR_SCRATCH),
         warmup=steps // 10 if warmup is None else warmup,
-        **{name: options[name] for name in ("steps", "batch_size", "grad_accum", "dtype", "monitor_every")},
-        **{name: options[name] or 0 for name in ("save_every", "eval_every")},
+        **given,
         gradient_checkpointing=options["gradient_checkpointing"],
         compile=options["compile"],
     )
@@ -210,11 +241,11 @@ def _plan(recipes: tuple[TrainingRecipe, ...], options: dict[str, Any]) -> Plan:
 
 
 def _run(plan: Plan, options: dict[str, Any]) -> Study:
-    from mxquant.cli.eval import stage
+    from mxquant.cli.evaluating import stage
     from mxquant.evals.run import silent
     from mxquant.evals.training.plots import plot_study
-    from mxquant.evals.training.report import to_dict
     from mxquant.evals.training.study import is_main_process, run_study
+    from mxquant.evals.training.summary import to_dict
 
     tasks, output = None, options["output"]
     if options["tasks"] is not None:
@@ -223,7 +254,7 @@ def _run(plan: Plan, options: dict[str, Any]) -> Study:
         tasks = TaskSet(options["tasks"].split(","), options["include_path"])
 
     def finished(study: Study) -> None:
-        """What is known so far is on disk, whatever happens to the next run."""
+        """Write the results so far to disk after each run."""
         if is_main_process():
             write_json(to_dict(study), output / "study.json")
             with contextlib.suppress(ValueError):  # nothing to draw: every run diverged at once

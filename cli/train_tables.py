@@ -6,31 +6,31 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mxquant.cli.common import human_bytes
-from mxquant.cli.tables import new_console, new_table
-from mxquant.evals.training.report import Estimate, baseline_of, rows
+from mxquant.cli.common import human_bytes, output_console
 from mxquant.evals.training.study import Study, perplexity
+from mxquant.evals.training.summary import Estimate, baseline_of, rows
+from mxquant.presentation.table import Table
 from mxquant.training.cost import ASSUMPTIONS
 
 if TYPE_CHECKING:
-    from mxquant.training.cost import Cost
+    from mxquant.training.cost import Component, Cost
 
 
 def print_costs(model: str, costs: list[Cost]) -> None:
     """Memory by component and theoretical speed-up, and what they assume."""
     for cost in costs:
-        table = new_table(f"{model} under {cost.recipe}", ("weights",), ("params", "bf16", "becomes", "block scales"))
-        for part in (*cost.components, cost):
-            is_total = part is cost
-            table.add_row(
-                "total" if is_total else part.name,  # type: ignore[union-attr]
+        table = Table.of(f"{model} under {cost.recipe}", ("weights",), ("params", "bf16", "becomes", "block scales"))
+        parts: list[tuple[str, Component | Cost]] = [(part.name, part) for part in cost.components]
+        for name, part in [*parts, ("total", cost)]:
+            table.add(
+                name,
                 f"{part.parameters / 1e6:,.1f} M",
                 _megabytes(part.bytes_before),
                 _megabytes(part.bytes_after),
                 human_bytes(part.scale_bytes),
-                style="bold" if is_total else None,
+                style="bold" if part is cost else "",
             )
-        new_console().print(table)
+        output_console().print(table)
         click.echo(
             f"Weights {_megabytes(cost.bytes_before)} -> {_megabytes(cost.bytes_after)} ({cost.saved:.1%} less), "
             f"theoretical speed-up of linear layers {cost.speedup:.2f}x, "
@@ -44,10 +44,10 @@ def print_study(study: Study) -> None:
     baseline, several = baseline_of(study), len(study.plan.seeds) > 1
     gaps = () if baseline is None else ("gap %", "gap held-out %")
     columns = ("train loss", "held-out loss", *gaps, "perplexity", "packed", "saturated", "mismatch", "s/step")
-    table = new_table("Training", ("recipe",), columns)
+    table = Table.of("Training", ("recipe",), columns)
     for row in rows(study):
         monitored = row.monitored
-        table.add_row(
+        table.add(
             row.recipe,
             _text(row.loss, 4),
             _text(row.eval_loss, 4),
@@ -58,7 +58,7 @@ def print_study(study: Study) -> None:
             f"{monitored['mismatch']:.4f}" if monitored else "",
             "" if row.seconds_a_step is None else f"{row.seconds_a_step:.3f}",
         )
-    new_console().print(table)
+    output_console().print(table)
     for row in rows(study):
         for problem in row.problems:
             click.echo(f"{row.recipe} diverged at {problem}.")

@@ -27,8 +27,8 @@ Examples:
 \b
 Exit codes (with several kinds of faults, the first of these):
    0  no faults
-   1  nothing could be verified: no such folder, a format that is not known here
-   2  the command was mistyped
+   1  nothing could be verified: no such folder, an unsupported format
+   2  usage error
 """
     + "\n".join(f"  {kind.code}  {name}: {kind.what}" for name, kind in KINDS.items())
     + "\n"
@@ -37,9 +37,13 @@ Exit codes (with several kinds of faults, the first of these):
 
 @click.command("verify", epilog=_EPILOG, context_settings={"max_content_width": 120})
 @click.argument("path", type=click.Path())
-@click.option("--source", metavar="DENSE", type=click.Path(), help="The dense model it was made from, to compare with.")
+@click.option("--source", metavar="DENSE", type=click.Path(), help="Dense source model to compare with.")
 @click.option(
-    "--sample", type=click.IntRange(min=1), default=16, show_default=True, help="Layers to compare with DENSE."
+    "--sample",
+    type=click.IntRange(min=1),
+    default=16,
+    show_default=True,
+    help="Number of layers to compare with DENSE.",
 )
 @click.option("--all", "everything", is_flag=True, help="Compare every layer with DENSE, each expert too.")
 @click.option(
@@ -48,8 +52,8 @@ Exit codes (with several kinds of faults, the first of these):
     help="Load it with transformers, compare what is loaded with the files, and run a few tokens. By default if "
     "nothing else is wrong and it needs at most half of the available memory.",
 )
-@click.option("--trust-remote-code", is_flag=True, help="Run model code that comes with the checkpoint.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of lines.")
+@click.option("--trust-remote-code", is_flag=True, help="Allow running code that comes with the checkpoint.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 @handle_errors
 def verify_command(
     path: str,
@@ -60,7 +64,7 @@ def verify_command(
     trust_remote_code: bool,
     as_json: bool,
 ) -> None:
-    """Look for everything that can be wrong with the checkpoint PATH, packed or dense.
+    """Check the checkpoint PATH, packed or dense, for faults.
 
     Files, index, config, shapes and every scale and code are checked. With --source, dense tensors are compared with
     the source byte for byte, and layers are dequantized: their error must be what the report says and, where mxquant
@@ -69,10 +73,10 @@ def verify_command(
     With --load, the model is loaded as its users load it: no parameter may be missing or differ from what the files
     hold, and its first logits must be numbers.
 
-    Warnings are about what is right but may not run, such as shapes that kernels of vLLM do not take.
+    Warnings are about what is valid but may not run, such as shapes that vLLM's kernels do not support.
     """
     if everything and source is None:
-        raise click.UsageError("--all goes with --source")
+        raise click.UsageError("--all requires --source")
     from mxquant.inspection.verify import verify_checkpoint
 
     with progress(enabled=not as_json) as display:

@@ -15,27 +15,15 @@ from typing import TYPE_CHECKING, Any
 from mxquant.errors import CheckpointError, MXQuantError
 
 if TYPE_CHECKING:
-    from mxquant.evals.sources import Source
+    from mxquant.evals.find_model import Source
 
-# What an evaluated model runs through: loading, products, and the measuring itself.
+# Modules and packages whose code a figure may depend on: loading, quantizing, products, and the measuring itself.
+# A change to any of them makes what was kept before invalid.
 _DECIDING = (
-    *(
-        "mxquant.schemes.activations",
-        "mxquant.codec.blocks",
-        "mxquant.schemes.formats",
-        "mxquant.nn.quant_linear",
-    ),
-    *(
-        "mxquant.codec.numerics",
-        "mxquant.ops",
-        "mxquant.codec.packing",
-        "mxquant.codec.qtensor",
-        "mxquant.codec.scaling",
-    ),
-    *("mxquant.codec.dynamic", "mxquant.codec.rounding", "mxquant.checkpoint", "mxquant.transformers"),
-    *("mxquant.kernels", "mxquant.evals.models", "mxquant.evals.windows"),
-    *("mxquant.evals.perplexity", "mxquant.evals.divergence", "mxquant.evals.intervals", "mxquant.evals.tasks"),
-    "mxquant.evals.local_tasks",
+    *("mxquant.schemes", "mxquant.codec", "mxquant.ops", "mxquant.kernels", "mxquant.nn", "mxquant.checkpoint"),
+    *("mxquant.transformers", "mxquant.evals.models", "mxquant.evals.windows", "mxquant.evals.inplace"),
+    *("mxquant.evals.perplexity", "mxquant.evals.divergence", "mxquant.evals.intervals", "mxquant.evals.experts"),
+    *("mxquant.evals.tasks", "mxquant.evals.local_tasks", "mxquant.evals.sweep.cells"),
 )
 _RUN_OR_READ = (".py", ".so", ".yaml")
 
@@ -51,7 +39,7 @@ def file_name(fields: Mapping[str, Any]) -> str:
 
 
 def write(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a file that is whole or not there, whatever happens."""
+    """Write a file atomically: an interruption leaves no partial file."""
     partial = path.with_suffix(f".{os.getpid()}.partial")
     partial.write_text(json.dumps(content, indent=1) + "\n")
     partial.replace(path)
@@ -121,10 +109,10 @@ def hash_files(folder: Path, files: Iterable[Path]) -> str:
 
 
 @cache
-def code_hash(modules: tuple[str, ...] = _DECIDING) -> str:
-    """A hash of the code that results depend on: of modules, and of all that is in packages."""
+def code_hash() -> str:
+    """A hash of the code that results depend on: modules, and all that is in packages."""
     whole = hashlib.sha256()
-    for name in modules:
+    for name in _DECIDING:
         spec = importlib.util.find_spec(name)
         assert spec is not None
         assert spec.origin is not None

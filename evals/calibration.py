@@ -147,7 +147,7 @@ class _Products(TorchFunctionMode):
 def _watched_experts(net: torch.nn.Module, sums: dict[_Key, _Sums]) -> Iterator[None]:
     """While this lasts, experts of mixtures multiply one by one, and what they multiply is watched."""
     modules = [module for module in net.modules() if is_experts(module)]
-    places = {
+    places: dict[int, _Key] = {
         matrix.data_ptr(): (name, expert)
         for name, tensor in net.named_parameters()
         if tensor.ndim == 3 and holds(net.get_submodule(name.rpartition(".")[0]), name)

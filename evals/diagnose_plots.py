@@ -1,4 +1,4 @@
-"""Maps of a diagnosis: layer by projection, one map a question. matplotlib draws into files only."""
+"""Maps of a diagnosis: layer by projection, one map a question."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from mxquant.analysis.advice_on_scales import SHARE
 from mxquant.analysis.diagnosis import Diagnosis, Mix
 from mxquant.analysis.measure import MatrixErrors
 from mxquant.analysis.places import place
-from mxquant.evals.plots import check_format
+from mxquant.presentation import picture
 from mxquant.schemes.formats import QuantScheme
 from mxquant.schemes.rules import rules_note
 
 _SIGMA = "\N{GREEK SMALL LETTER SIGMA}"
-_GREY = "#555555"
 _MISSING = "#f2f2f2"
 
 
@@ -39,25 +38,21 @@ def plot_diagnosis(d: Diagnosis, mix: Mix, path: str | Path) -> None:
 
     ``path`` ends in ``.png``, ``.pdf`` or ``.svg``.
     """
-    check_format(path)
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+    picture.check_format(path)
     grid = _Grid(d)
     maps = _maps(d, mix, grid)
     columns, rows = len(grid.layers), len(grid.projections)
     width, height = min(16.0, 3.4 + 0.27 * columns), 0.62 + 0.26 * rows
-    figure = Figure(figsize=(max(7.2, width), 0.75 + height * (len(maps) + 1)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = picture.new_figure(max(7.2, width), 0.75 + height * (len(maps) + 1))
     axes = figure.subplots(len(maps) + 1, 1, squeeze=False, sharex=True)[:, 0]
     for axis, what in zip(axes, maps, strict=False):
         _draw_values(figure, axis, what)
     _draw_schemes(axes[-1], d, mix, grid)
     for axis in axes:
         _style(axis, grid)
-    axes[-1].set_xlabel("layer", fontsize=9, color=_GREY)
+    axes[-1].set_xlabel("layer", fontsize=9, color=picture.GREY)
     figure.suptitle(_title(d), fontsize=11, x=0.01, ha="left")
-    figure.savefig(path, dpi=150)
+    picture.save(figure, path)
 
 
 class _Grid:
@@ -139,7 +134,7 @@ def _draw_values(figure: Any, axis: Any, what: _Map) -> None:
         bar.locator = MaxNLocator(4)
         bar.update_ticks()
     bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: what.form(value)))
-    bar.ax.tick_params(labelsize=7.5, length=0, colors=_GREY)
+    bar.ax.tick_params(labelsize=7.5, length=0, colors=picture.GREY)
     axis.set_title(what.title, fontsize=9.5, loc="left", pad=4)
 
 
@@ -172,7 +167,7 @@ def _draw_schemes(axis: Any, d: Diagnosis, mix: Mix, grid: _Grid) -> None:
         handleheight=1,
         columnspacing=1.2,
         borderaxespad=0,
-        labelcolor=_GREY,
+        labelcolor=picture.GREY,
     )
     axis.set_title(f"mix for {mix.budget:g} bits per weight", fontsize=9.5, loc="left", pad=4)
 
@@ -187,7 +182,7 @@ def _style(axis: Any, grid: _Grid) -> None:
     step = max(1, len(grid.layers) // 16)
     places = range(0, len(grid.layers), step)
     axis.set_xticks(places, [grid.layers[i] for i in places])
-    axis.tick_params(labelsize=8, length=0, colors=_GREY)
+    axis.tick_params(labelsize=8, length=0, colors=picture.GREY)
     # White lines between the cells.
     axis.set_xticks(_between(len(grid.layers)), minor=True)
     axis.set_yticks(_between(len(grid.projections)), minor=True)

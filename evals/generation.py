@@ -12,8 +12,8 @@ from transformers import LogitsProcessor, TextStreamer
 
 from mxquant.convert.memory import anonymous_bytes
 from mxquant.errors import CheckpointError, MXQuantError
+from mxquant.evals.find_model import first_line
 from mxquant.evals.models import EvalModel
-from mxquant.evals.sources import first_line
 
 Emit = Callable[[str], None]
 
@@ -162,7 +162,7 @@ def _tokenize(model: EvalModel, prompt: str, chat: bool) -> Any:
         raise MXQuantError(f"the {what} of {model.source} cannot take the prompt: {first_line(error)}") from error
     inputs.pop("token_type_ids", None)
     if not inputs["input_ids"].numel():
-        raise MXQuantError("the prompt has no tokens; give a text")
+        raise MXQuantError("the prompt has no tokens")
     model.check_tokens(inputs["input_ids"])
     return inputs
 
@@ -173,7 +173,7 @@ def _room(model: EvalModel, length: int) -> int | None:
     if positions is None:
         return None
     if length >= positions:
-        raise MXQuantError(f"the prompt has {length} tokens, and the model was made for {positions}; shorten it")
+        raise MXQuantError(f"the prompt has {length} tokens, but the model supports only {positions}; shorten it")
     return positions - length
 
 

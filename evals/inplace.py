@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -148,7 +148,7 @@ class Variant(EvalModel):
     called: set[torch.nn.Module] = field(default_factory=set)
 
     @classmethod
-    def of(cls, dense: EvalModel, name: str, linears: list[LinearWeight], **changes: Any) -> Variant:
+    def of(cls, dense: EvalModel, name: str, linears: list[LinearWeight], **changes: Any) -> Self:
         """A variant of a loaded dense model, which it shares."""
         return cls(name, dense.source, dense.model, dense.tokenizer, linears=linears, **changes)
 

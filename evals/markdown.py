@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mxquant.convert.card.markdown import table
 from mxquant.evals.plots import plot_comparison
 from mxquant.evals.report import Report, versions
-from mxquant.evals.tables import Table, all_of
-
-# Markdown has no edge that a table could reach.
-_WIDTH = 1000
+from mxquant.evals.tables import all_of
 
 
 def write_report(report: Report, path: Path, picture: Path) -> None:
@@ -24,7 +20,7 @@ def to_markdown(report: Report, picture: str) -> str:
     baseline = next((row.name for row in report.results if row.is_baseline), None)
     models = ", ".join(row.name for row in report.results if not row.is_baseline)
     title = f"# {models}" + ("" if baseline is None else f" against {baseline}")
-    tables = [_markdown(found) for found in all_of(report.results, report.gate, _WIDTH)]
+    tables = [found.to_markdown() for found in all_of(report.results, report.gate)]
     notes = "\n".join(f"- {line}" for line in report.footnote().splitlines())
     problems = [f"**{problem}.**" for problem in report.problems]
     parts = [title, *_verdict(report), *problems, f"![comparison]({picture})", *tables, notes]
@@ -38,10 +34,6 @@ def _verdict(report: Report) -> list[str]:
     if report.gate.passed:
         return ["**Gate: passed.**"]
     return ["**Gate: failed.**", "\n".join(f"- {line}" for line in report.gate.failures)]
-
-
-def _markdown(found: Table) -> str:
-    return table((*found.left, *found.right), [tuple(row) for row in found.rows])
 
 
 def _settings(report: Report) -> str:

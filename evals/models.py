@@ -15,7 +15,7 @@ import torch
 
 from mxquant.codec.qtensor import QTensor
 from mxquant.errors import CheckpointError, MXQuantError
-from mxquant.evals.sources import Source, find_model, first_line
+from mxquant.evals.find_model import Source, find_model, first_line
 
 # How the names of the files begin that tokenizers are read from.
 _TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece", "spm", "merges", "tekken", "bpe")
@@ -58,8 +58,8 @@ class EvalModel:
         rows, largest = self.model.get_input_embeddings().weight.shape[0], int(tokens.max())
         if largest >= rows:
             raise CheckpointError(
-                f"the tokenizer of {self.source} makes token {largest}, and the model knows {rows} tokens; "
-                "are they of one model?"
+                f"the tokenizer of {self.source} produces token {largest}, but the model has only "
+                f"{rows} tokens; do they belong to the same model?"
             )
 
     @contextlib.contextmanager
@@ -152,7 +152,7 @@ def load_model(
     except Exception as error:  # a loader's boundary: safetensors, hub, OS and transformers errors alike
         raise CheckpointError(f"cannot load {found.given}: {first_line(error)}") from error
     model.eval()
-    scheme, bits = _describe(model, found.quant_method)
+    scheme, bits = describe_weights(model, found.quant_method)
     return EvalModel(
         name=name or found.name,
         source=found.given,
@@ -205,7 +205,7 @@ def _load_tokenizer(found: Source, options: dict[str, Any]) -> Any:
         raise CheckpointError(f"cannot load the tokenizer of {found.given}: {first_line(error)}") from error
 
 
-def _describe(model: torch.nn.Module, method: str | None) -> tuple[str, float | None]:
+def describe_weights(model: torch.nn.Module, method: str | None) -> tuple[str, float | None]:
     """Scheme and bits per weight of the quantized part."""
     weights: Counter[str] = Counter()
     stored = 0

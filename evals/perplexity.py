@@ -17,8 +17,8 @@ import torch
 
 from mxquant.errors import MXQuantError
 from mxquant.evals.divergence import LARGEST_NLL, Divergence, summarize, token_agreement, token_kl
+from mxquant.evals.find_model import Source
 from mxquant.evals.models import EvalModel
-from mxquant.evals.sources import Source
 from mxquant.evals.text import EvalText
 from mxquant.evals.windows import bos_token, cut_windows, window_length
 

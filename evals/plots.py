@@ -1,4 +1,4 @@
-"""Pictures of evaluations. matplotlib is imported when one is drawn, and draws into files only."""
+"""The picture that compares evaluated models."""
 
 from __future__ import annotations
 
@@ -8,18 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mxquant.errors import MXQuantError
 from mxquant.evals.intervals import CONFIDENCE
 from mxquant.evals.results import ModelResult
+from mxquant.presentation import picture
 
 if TYPE_CHECKING:
     from mxquant.evals.divergence import Divergence
     from mxquant.evals.intervals import Interval
 
-FORMATS = (".png", ".pdf", ".svg")
-
-# Okabe and Ito's palette, which the common kinds of colour blindness tell apart.
-_BASELINE, _MODEL = "#555555", "#0072B2"
 _PANELS_ABREAST = 4
 # Of a normal distribution, so many standard errors on either side hold 95 %.
 _TWO_SIDED = 1.96
@@ -33,30 +29,19 @@ class _Panel:
     text: Callable[[float], str]
 
 
-def check_format(path: str | Path) -> None:
-    """Raise ``MXQuantError`` unless the file's name ends in one of ``FORMATS``."""
-    if Path(path).suffix.lower() not in FORMATS:
-        raise MXQuantError(f"pictures are written as {', '.join(FORMATS)}, not as {Path(path).name!r}")
-
-
 def plot_comparison(results: Sequence[ModelResult], path: str | Path, caption: str = "") -> None:
     """One row a model, one panel a question: how much worse, how different, how good at tasks, how large.
 
     Bars are 95 % confidence, the dashed line is the baseline. Models without a figure are named but
-    have no mark. ``path`` ends in one of ``FORMATS``; ``caption`` goes below.
+    have no mark. ``path`` ends in one of ``picture.FORMATS``; ``caption`` goes below.
     """
-    check_format(path)
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+    picture.check_format(path)
     panels = _panels(results)
     abreast = min(len(panels), _PANELS_ABREAST)
     lines = math.ceil(len(panels) / abreast)
     caption = "\n".join(line for line in (caption, _explanation(results)) if line)
     height = lines * (0.75 + 0.45 * len(results)) + 0.25 + 0.14 * len(caption.splitlines())
-    # A bare Figure has no global state, so that nothing changes for a caller who plots as well.
-    figure = Figure(figsize=(1.9 + 2.9 * abreast, height), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = picture.new_figure(1.9 + 2.9 * abreast, height)
     grid = figure.subplots(lines, abreast, sharey=True, squeeze=False)
     for axis, panel in zip(grid.flat, panels, strict=False):
         _draw(axis, panel, results)
@@ -65,9 +50,8 @@ def plot_comparison(results: Sequence[ModelResult], path: str | Path, caption: s
     for axis in grid[:, 0]:
         axis.set_yticks(range(len(results)), [_label(row) for row in results])
     grid[0, 0].set_ylim(len(results) - 0.4, -0.6)
-    if caption:
-        figure.supxlabel(caption, fontsize=7, color="#555555", x=0.01, ha="left")
-    figure.savefig(path, dpi=150)
+    picture.add_caption(figure, caption)
+    picture.save(figure, path)
 
 
 def _panels(results: Sequence[ModelResult]) -> list[_Panel]:
@@ -145,10 +129,10 @@ def _draw(axis: Any, panel: _Panel, results: Sequence[ModelResult]) -> None:
         value = panel.value(row)
         if value is None:
             continue
-        color = _BASELINE if row.is_baseline else _MODEL
+        color = picture.GREY if row.is_baseline else picture.BLUE
         low, high = panel.interval(row) or (value, value)
         highest = max(highest, high)
-        axis.plot([low, high], [y, y], color=color, linewidth=1.5, solid_capstyle="butt")
+        picture.draw_interval(axis, (low, high), y, color)
         axis.plot([value], [y], "s" if row.is_baseline else "o", color=color, markersize=6)
         axis.annotate(
             panel.text(value), (high, y), (7, 0), textcoords="offset points", va="center", fontsize=9, color=color
@@ -156,12 +140,8 @@ def _draw(axis: Any, panel: _Panel, results: Sequence[ModelResult]) -> None:
         if row.is_baseline:
             axis.axvline(value, color=color, linewidth=0.8, linestyle="--", zorder=0)
     axis.set_xlim(*_limits(axis.dataLim.x0, highest))
-    axis.grid(axis="x", color="#e6e6e6", linewidth=0.8)
-    axis.set_axisbelow(True)
-    axis.tick_params(labelsize=9, length=0)
+    picture.style_axis(axis, grid="x", hidden=("top", "right", "left"))
     axis.locator_params(axis="x", nbins=4)
-    for side in ("top", "right", "left"):
-        axis.spines[side].set_visible(False)
 
 
 def _limits(low: float, high: float) -> tuple[float, float]:

@@ -9,7 +9,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import TextIO
+from typing import TextIO, cast
 
 # Where a progress bar is not watched, it is a line every so often.
 SECONDS_BETWEEN_LINES = 10
@@ -24,7 +24,7 @@ def quiet(loggers: Sequence[str]) -> Iterator[None]:
     before = {name: logging.getLogger(name).level for name in loggers}
     for name in loggers:
         logging.getLogger(name).setLevel(logging.ERROR)
-    error: TextIO = sys.stderr if sys.stderr.isatty() else BarsAsLines(sys.stderr)
+    error = sys.stderr if sys.stderr.isatty() else cast("TextIO", BarsAsLines(sys.stderr))
     try:
         with (
             contextlib.redirect_stderr(error),

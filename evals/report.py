@@ -15,8 +15,6 @@ from mxquant.evals.results import ModelResult
 from mxquant.schemes.rules import default_rules_note
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from mxquant.evals.gate import Gate
     from mxquant.evals.perplexity import Perplexity
     from mxquant.evals.text import EvalText
@@ -58,10 +56,6 @@ class Report:
             "models": [row.to_dict() for row in self.results],
             "gate": None if self.gate is None else self.gate.to_dict(),
         }
-
-    def tables(self, width: int) -> list[Table]:
-        """Tables for a terminal of ``width`` columns: sizes and perplexity, tasks, the gate."""
-        return [tables.to_rich(table) for table in tables.all_of(self.results, self.gate, width)]
 
     def footnote(self) -> str:
         """What the reader of the tables must know, in a few lines."""

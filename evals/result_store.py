@@ -20,8 +20,8 @@ from mxquant.evals.results import ModelResult
 from mxquant.evals.tasks import Metric, TaskSet
 
 if TYPE_CHECKING:
+    from mxquant.evals.find_model import Source
     from mxquant.evals.settings import EvalSettings
-    from mxquant.evals.sources import Source
     from mxquant.evals.text import EvalText
 
 _DESCRIPTION = ("scheme", "bits_per_weight", "disk_bytes", "weight_bytes", "dtype", "device")

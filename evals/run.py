@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from mxquant.evals.find_model import Source
 from mxquant.evals.models import EvalModel, load_model
 from mxquant.evals.perplexity import check_vocabularies, evaluate
 from mxquant.evals.report import Report
 from mxquant.evals.results import ModelResult
 from mxquant.evals.settings import EvalSettings
-from mxquant.evals.sources import Source
 from mxquant.evals.windows import cut_windows, window_length
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ Stage = Callable[[str], contextlib.AbstractContextManager[Callable[[int, int], N
 
 @contextlib.contextmanager
 def silent(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A ``Stage`` that tells nobody."""
+    """A ``Stage`` without output."""
     yield lambda done, total: None
 
 
@@ -101,7 +101,7 @@ class _Group:
 
     def _recall(self, memory: Memory) -> None:
         """Fill rows with what is known already."""
-        with self.stage("looking into the cache"):
+        with self.stage("checking the cache"):
             for subject in self.subjects:
                 subject.row = memory.row(subject.source, subject.name)
                 if subject.row is None:

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 
 from mxquant.errors import MXQuantError
-from mxquant.evals.plots import check_format
 from mxquant.ops.backends import explain
 from mxquant.ops.operators import dequantize, linear, quantize
+from mxquant.presentation import picture
 from mxquant.schemes.formats import QuantScheme
 
 _SECONDS = 0.2  # of measuring, for each product
@@ -199,24 +199,19 @@ def _seconds_cuda(function: Callable[[], object], device: torch.device) -> float
 
 def plot_roofline(results: Sequence[Speed], top: Ceilings, path: Path, title: str) -> None:
     """Operations a second over operations a byte, under the roof of the measured ceilings."""
-    check_format(path)
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
+    picture.check_format(path)
+    figure = picture.new_figure(6.4, 4.2)
     axis = figure.subplots()
     intensity = [2 * r.m * r.n * r.k / r.bytes for r in results]
     low, ridge = min(intensity) / 2, top.most_flops / top.bandwidth
     xs = [low, ridge, max(*intensity, ridge) * 2]
     axis.plot(
-        xs, [min(top.most_flops, x * top.bandwidth) / 1e12 for x in xs], color="#555555", label="measured ceilings"
+        xs, [min(top.most_flops, x * top.bandwidth) / 1e12 for x in xs], color=picture.GREY, label="measured ceilings"
     )
-    colors = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
     for number, m in enumerate(dict.fromkeys(r.m for r in results)):
         chosen = [(i, r) for i, r in zip(intensity, results, strict=True) if r.m == m]
-        color = colors[number % len(colors)]
+        color = picture.COLORS[number % len(picture.COLORS)]
         axis.scatter([i for i, _ in chosen], [r.flops / 1e12 for _, r in chosen], label=f"{m} rows", color=color)
     axis.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="TFLOP/s", title=title)
     axis.legend()
-    figure.savefig(path, dpi=150)
+    picture.save(figure, path)

@@ -1,16 +1,15 @@
-"""The tables of a report as rows of text, and those as tables for a terminal."""
+"""The tables of a report: models, tasks, the gate."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import PurePath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from mxquant.presentation.table import Column, Marked, Table
 
 if TYPE_CHECKING:
-    from rich.table import Table as RichTable
-
     from mxquant.evals.gate import Gate
     from mxquant.evals.intervals import Interval
     from mxquant.evals.perplexity import Perplexity
@@ -19,44 +18,17 @@ if TYPE_CHECKING:
 
 # Marks figures that were not measured this time.
 CACHED = "†"
-# Columns of a terminal that take the whole table of models.
-_WIDE = 120
-_NONE, _FAIL = "none", "FAIL"
+_NONE, _FAIL = Marked("none", "red"), Marked("FAIL", "red")
 
 
-@dataclass(frozen=True)
-class Table:
-    """Columns of words, then columns of figures; ``rows`` are as long as both together."""
-
-    left: tuple[str, ...]
-    right: tuple[str, ...]
-    rows: list[tuple[str, ...]]
-
-
-def all_of(results: list[ModelResult], gate: Gate | None, width: int) -> list[Table]:
-    """A report's tables, those of the models fit for ``width`` columns."""
-    found = _models(results, width)
+def all_of(results: list[ModelResult], gate: Gate | None) -> list[Table]:
+    """A report's tables."""
+    found = _models(results)
     if any(row.tasks for row in results):
         found.append(_tasks(results))
     if gate is not None:
         found.append(_gate(gate))
     return found
-
-
-def to_rich(table: Table) -> RichTable:
-    """The table for a terminal; what failed or is missing is red."""
-    from rich import box
-    from rich.markup import escape
-    from rich.table import Table as RichTable
-
-    made = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in table.left:
-        made.add_column(title, overflow="fold", min_width=min(len(title), 12))
-    for title in table.right:
-        made.add_column(title, justify="right", overflow="fold")
-    for row in table.rows:
-        made.add_row(*(f"[red]{cell}[/red]" if cell in (_NONE, _FAIL) else escape(cell) for cell in row))
-    return made
 
 
 def megabytes(count: int | None) -> str:
@@ -75,34 +47,34 @@ def with_error(value: float, interval: Interval | None) -> str:
 
 # A row of the models' table: a model, and what it did on one text.
 _Line = tuple["ModelResult", str, "Perplexity | None"]
+# Names of columns, and what they say of a line.
+_Columns = dict[str, Callable[[_Line], Any]]
 
 
-def _models(results: list[ModelResult], width: int) -> list[Table]:
-    """Sizes and quality beside each other, or below each other where the terminal is narrow."""
-    lines: list[_Line] = [
-        line for row in results for line in ([(row, *item) for item in row.perplexities.items()] or [(row, "", None)])
-    ]
-    names: dict[str, Callable[[_Line], str]] = {"model": lambda line: line[0].name}
-    scheme: dict[str, Callable[[_Line], str]] = {"weights": lambda line: line[0].scheme}
-    sizes = {
+def _models(results: list[ModelResult]) -> list[Table]:
+    """Sizes and quality of each model; with several texts, quality in a table of its own."""
+    lines: list[_Line] = []
+    for row in results:
+        lines += [(row, *item) for item in row.perplexities.items()] or [(row, "", None)]
+    names: _Columns = {"model": lambda line: line[0].name}
+    sizes: _Columns = {
         "bits": lambda line: _bits(line[0]),
         "disk MB": lambda line: megabytes(line[0].disk_bytes),
         "RAM MB": lambda line: megabytes(line[0].weight_bytes),
     }
-    short = _short(text for row in results for text in row.perplexities)
-    text = {"text": lambda line: short.get(line[1], "")} if len(short) > 1 else {}
-    quality = {"perplexity": _perplexity}
+    quality: _Columns = {"perplexity": _perplexity}
     if any(found and found.divergence for *_, found in lines):
         quality |= {"ratio": _ratio, "KL, nats": _kl, "same top-1": _agreement}
-    speed = {"tokens/s": _tokens_per_second}
-    one_a_model = list({id(line[0]): line for line in lines}.values())
+    speed: _Columns = {"tokens/s": _tokens_per_second}
+    described = names | {"weights": lambda line: line[0].scheme}
     if not any(found for *_, found in lines):
-        return [_table(names | scheme, sizes, lines)]
-    if width >= _WIDE and not text:
-        return [_table(names | scheme, sizes | quality | speed, lines)]
-    if text:
-        return [_table(names | scheme, sizes, one_a_model), _table(names | text, quality | speed, lines)]
-    return [_table(names | scheme, sizes | speed, lines), _table(names, quality, lines)]
+        return [_table(described, sizes, lines)]
+    short = _short(text for row in results for text in row.perplexities)
+    if len(short) == 1:
+        return [_table(described, sizes | quality | speed, lines, together=tuple(quality))]
+    one_a_model = list({id(line[0]): line for line in lines}.values())
+    by_text = names | {"text": lambda line: short.get(line[1], "")}
+    return [_table(described, sizes, one_a_model), _table(by_text, quality | speed, lines)]
 
 
 def _short(names: Iterable[str]) -> dict[str, str]:
@@ -111,18 +83,20 @@ def _short(names: Iterable[str]) -> dict[str, str]:
     return short if len(set(short.values())) == len(short) else {name: name for name in short}
 
 
-def _table(
-    left: dict[str, Callable[[_Line], str]], right: dict[str, Callable[[_Line], str]], lines: list[_Line]
-) -> Table:
-    cells = [*left.values(), *right.values()]
-    return Table(tuple(left), tuple(right), [tuple(cell(line) for cell in cells) for line in lines])
+def _table(left: _Columns, right: _Columns, lines: list[_Line], together: tuple[str, ...] = ()) -> Table:
+    """Columns by name; those ``together`` move as one where a terminal is narrow."""
+    figures = [Column(name, group="quality" if name in together else "") for name in right]
+    table = Table.of("", left, figures)
+    for line in lines:
+        table.add(*(cell(line) for cell in (left | right).values()))
+    return table
 
 
 def _bits(row: ModelResult) -> str:
     return "-" if row.bits_per_weight is None else f"{row.bits_per_weight:.3g}"
 
 
-def _perplexity(line: _Line) -> str:
+def _perplexity(line: _Line) -> str | Marked:
     found = line[2]
     if found is None:
         return "-"
@@ -164,13 +138,13 @@ def _tasks(results: list[ModelResult]) -> Table:
     """A line for each metric and model, so that models stand below each other."""
     compared = any(row.baseline is not None for row in results)
     right = ("value", "to the baseline") if compared else ("value",)
-    rows = []
+    table = Table.of("", ("task", "metric", "model"), right)
     for task, name in {(metric.task, metric.name): None for row in results for metric in row.tasks}:
         for row in results:
             metric = row.metric(task, name)
             cells = ("-",) * len(right) if metric is None else _task_cells(row, metric)[: len(right)]
-            rows.append((task, name, row.name, *cells))
-    return Table(("task", "metric", "model"), right, rows)
+            table.add(task, name, row.name, *cells)
+    return table
 
 
 def _task_cells(row: ModelResult, metric: Metric) -> tuple[str, str]:
@@ -188,15 +162,8 @@ def _plus_minus(value: float, error: float | None, sign: str = "") -> str:
 
 def _gate(gate: Gate) -> Table:
     on = _short(check.on for check in gate.checks)
-    rows = [
-        (
-            check.model,
-            check.figure,
-            on[check.on],
-            check.measured_text,
-            f"at most {check.limit_text}",
-            "pass" if check.passed else _FAIL,
-        )
-        for check in gate.checks
-    ]
-    return Table(("model", "gate", "on"), ("measured", "limit", "result"), rows)
+    table = Table.of("", ("model", "gate", "on"), ("measured", "limit", "result"))
+    for check in gate.checks:
+        result = "pass" if check.passed else _FAIL
+        table.add(check.model, check.figure, on[check.on], check.measured_text, f"at most {check.limit_text}", result)
+    return table

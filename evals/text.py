@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mxquant.errors import MXQuantError
 from mxquant.evals.hub import ensure_quick_failure
+from mxquant.extras import needs
 
 WIKITEXT2 = "wikitext2"
 BUILTIN = "builtin"
@@ -66,12 +67,11 @@ def load_texts(names: Sequence[str | Path]) -> list[EvalText]:
 
 def _wikitext2() -> str:
     ensure_quick_failure()
+    needs(f"--text {WIKITEXT2}", "datasets", extra="eval")
     try:
         import datasets
 
         rows = datasets.load_dataset(*_WIKITEXT2_SOURCE, split="test")["text"]
-    except ImportError as error:
-        raise MXQuantError(f"--text wikitext2 needs the package datasets ({error}); or use --text FILE") from error
     except Exception as error:  # the hub's client raises dozens of types
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise MXQuantError(

@@ -1,28 +1,22 @@
-"""Pictures of expected errors: against the width of the weights, and taken apart.
-
-matplotlib is imported when a picture is drawn, and draws into files only.
-"""
+"""Pictures of expected errors: against the width of the weights, and taken apart."""
 
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mxquant.evals.plots import check_format
-from mxquant.evals.theory_report import by_scale
+from mxquant.evals.theory_study import by_scale
+from mxquant.presentation import picture
 from mxquant.theory import Crossover, Curve, is_periodic
 
-_GREY, _LIGHT = "#555555", "#e6e6e6"
-# Okabe and Ito's palette, which the common kinds of colour blindness tell apart.
 _PARTS = {
-    "others": ("the other elements", "#56B4E9"),
-    "maximum": ("the maximum of each block", "#E69F00"),
-    "zero": ("blocks whose scale is zero", "#D55E00"),
+    "others": ("the other elements", picture.SKY),
+    "maximum": ("the maximum of each block", picture.ORANGE),
+    "zero": ("blocks whose scale is zero", picture.VERMILION),
 }
 _BLANK = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
 _SIGMA = "\N{GREEK SMALL LETTER SIGMA}"
@@ -45,7 +39,7 @@ def plot_error_curves(
     ``crossovers`` get a ring on their curves and their sigma in writing. ``marks``: names and sigmas of
     models, say, drawn as dotted lines. ``path`` ends in ``.png``, ``.pdf`` or ``.svg``.
     """
-    check_format(path)
+    picture.check_format(path)
     panels = by_scale(curves)
     colors = _block_colors(curves)
     figure, axes = _figure(len(panels), height=3.9, share_y=True)
@@ -76,7 +70,7 @@ def plot_parts(
     The upper axis is linear and ends at a few times the smallest error, since parts add up on a linear
     axis only. ``path`` as for :func:`plot_error_curves`.
     """
-    check_format(path)
+    picture.check_format(path)
     figure, axes = _figure(len(curves), height=4.6, stacked=True)
     top = 4 * min(float(curve.of("total").min()) for curve in curves)
     top = min(top, 1.05 * max(float(curve.of("total").max()) for curve in curves))
@@ -84,7 +78,7 @@ def plot_parts(
         parts = np.array([curve.of(name) for name in _PARTS])
         colors = [color for _, color in _PARTS.values()]
         upper.stackplot(curve.sigmas, parts, colors=colors, linewidth=0)
-        upper.plot(curve.sigmas, parts.sum(0), color=_GREY, linewidth=1)
+        upper.plot(curve.sigmas, parts.sum(0), color=picture.GREY, linewidth=1)
         lower.stackplot(curve.sigmas, 100 * parts / parts.sum(0), colors=colors, linewidth=0)
         _style(upper, curve.scheme.spelled(rule=True), curve.sigmas)
         _style(lower, "", curve.sigmas)
@@ -102,14 +96,9 @@ def plot_parts(
 
 def _figure(panels: int, height: float, share_y: bool = False, stacked: bool = False) -> tuple[Any, list[Any]]:
     """A figure and its panels in reading order: axes, or with ``stacked`` pairs of them."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     columns = _columns(panels)
     rows = math.ceil(panels / columns)
-    # A bare Figure has no global state, so that nothing changes for a caller who plots as well.
-    figure = Figure(figsize=(max(0.6 + 3.9 * columns, 6.4), 0.7 + height * rows), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = picture.new_figure(max(0.6 + 3.9 * columns, 6.4), 0.7 + height * rows)
     if not stacked:
         axes = list(figure.subplots(rows, columns, sharex=True, sharey=share_y, squeeze=False).flat)
         for axis in axes[panels:]:
@@ -133,11 +122,8 @@ def _style(axis: Any, name: str, sigmas: np.ndarray) -> None:
     axis.set_xscale("log")
     axis.set_xlim(sigmas[0], sigmas[-1])
     axis.set_xlabel(_SIGMA_LABEL, fontsize=9)
-    axis.grid(color=_LIGHT, linewidth=0.8)
-    axis.set_axisbelow(True)
-    axis.tick_params(labelsize=9, which="both", length=0, labelbottom=True)
-    for side in ("top", "right"):
-        axis.spines[side].set_visible(False)
+    picture.style_axis(axis)
+    axis.tick_params(labelbottom=True)
 
 
 def _draw_crossovers(axis: Any, members: Sequence[Curve], crossovers: Sequence[Crossover]) -> None:
@@ -155,7 +141,7 @@ def _draw_crossovers(axis: Any, members: Sequence[Curve], crossovers: Sequence[C
         lines = [_where(blocks, at, is_periodic(members[0].scheme)) for blocks, at in places.items()]
         axis.text(
             0.98, 0.98, "\n".join([f"blocks change order at {_SIGMA}", *lines]), transform=axis.transAxes, fontsize=8,
-            va="top", ha="right", color=_GREY, linespacing=1.35, bbox=_BLANK, zorder=1.8,
+            va="top", ha="right", color=picture.GREY, linespacing=1.35, bbox=_BLANK, zorder=1.8,
         )  # fmt: skip
 
 
@@ -168,10 +154,10 @@ def _where(blocks: str, sigmas: Sequence[float], periodic: bool) -> str:
 
 def _draw_marks(axis: Any, marks: Mapping[str, float]) -> None:
     for name, sigma in marks.items():
-        axis.axvline(sigma, color=_GREY, linewidth=0.9, linestyle=":", zorder=1)
+        axis.axvline(sigma, color=picture.GREY, linewidth=0.9, linestyle=":", zorder=1)
         axis.text(
-            sigma, 0.45, name, transform=axis.get_xaxis_transform(), rotation=90, fontsize=8, color=_GREY, va="center",
-            ha="center", bbox=_BLANK,
+            sigma, 0.45, name, transform=axis.get_xaxis_transform(), rotation=90, fontsize=8, color=picture.GREY,
+            va="center", ha="center", bbox=_BLANK,
         )  # fmt: skip
 
 
@@ -198,12 +184,9 @@ def _share_height(axes: Sequence[Any], values: np.ndarray) -> None:
 
 def _finish(figure: Any, path: str | Path, handles: Mapping[str, Any], title: str, caption: str) -> None:
     """The legend under the title, the caption below all; then the file."""
-    figure.legend(
-        handles.values(), handles.keys(), title=title or None, title_fontproperties={"size": 11}, alignment="left",
-        loc="outside upper left", ncols=len(handles), fontsize=9, frameon=False, handlelength=1.3, columnspacing=1.4,
+    picture.add_legend(
+        figure, handles, title, title_fontproperties={"size": 11}, alignment="left", loc="outside upper left",
+        handlelength=1.3,
     )  # fmt: skip
-    if caption:
-        width = int(16 * figure.get_size_inches()[0])  # characters
-        caption = "\n".join(textwrap.fill(line, width) for line in caption.splitlines())
-        figure.supxlabel(caption, fontsize=7.5, color=_GREY, x=0.01, ha="left")
-    figure.savefig(path, dpi=150)
+    picture.add_caption(figure, caption)
+    picture.save(figure, path)

@@ -27,6 +27,10 @@ class TheoryError(MXQuantError, ValueError):
     """A question that the theory of quantization errors cannot answer, e.g. a negative sigma."""
 
 
+class MissingPackageError(MXQuantError, ImportError):
+    """A package that only some commands need is not installed; see ``mxquant/extras.py``."""
+
+
 class PlanError(MXQuantError, ValueError):
     """A quantization plan with problems; ``problems`` lists them all."""
 

@@ -24,18 +24,6 @@ from mxquant.evals.sweep.grid import CellSpec
 
 # Raised when a figure changes its meaning.
 _VERSION = 1
-# Modules whose code decides what a figure is.
-_DECIDING = (
-    *(
-        "mxquant.codec.blocks",
-        "mxquant.schemes.formats",
-        "mxquant.codec.numerics",
-        "mxquant.codec.scaling",
-        "mxquant.schemes.activations",
-    ),
-    *("mxquant.codec.rounding", "mxquant.codec.dynamic", "mxquant.evals.divergence", "mxquant.evals.perplexity"),
-    *("mxquant.evals.intervals", "mxquant.evals.inplace", "mxquant.evals.experts", "mxquant.evals.sweep.cells"),
-)
 # Of a config: where it came from and what wrote it say nothing about the model.
 _ORIGIN = ("_name_or_path", "transformers_version")
 
@@ -47,7 +35,7 @@ def default_folder() -> Path:
 
 def made_by() -> dict[str, str]:
     """What the figures of a cell depend on besides its inputs."""
-    return {"mxquant": __version__, "code": code_hash(_DECIDING), "figures": str(_VERSION)}
+    return {"mxquant": __version__, "code": code_hash(), "figures": str(_VERSION)}
 
 
 def fingerprint(model: Any) -> str:
@@ -96,7 +84,7 @@ class CellCache:
 
     def path(self, spec: CellSpec | None) -> Path:
         """The file of a cell, there or not."""
-        fields = dict(self._inputs)
+        fields: dict[str, Any] = dict(self._inputs)
         if spec is not None:
             activations = spec.activations
             fields["weights"] = spec.weights.to_dict()
@@ -127,7 +115,7 @@ class CellCache:
         return cell
 
     def store(self, cell: Cell) -> None:
-        """Write a cell; the file is whole or not there, whatever happens."""
+        """Write a cell atomically: an interruption leaves no partial file."""
         write(self.path(cell.spec), {"made_by": made_by(), "cell": cell.to_dict()})
 
     def notes(self) -> list[str]:

@@ -105,11 +105,12 @@ def measure(bench: Bench, spec: CellSpec | None, progress: Progress = lambda don
     Raises ``MXQuantError`` if the dense model has no perplexity; a cell that has none is marked.
     """
     began = time.perf_counter()
+    variant: Variant = bench.dense
     if spec is None:
         (found,) = evaluate([bench.dense], bench.windows, batch_size=bench.batch_size, progress=progress)
         if found.problem:
             raise MXQuantError(f"{bench.dense.source}: {found.problem}")
-        variant, cell = bench.dense, _cell(None, found)
+        cell = _cell(None, found)
     elif too_long := _too_long(bench.linears, spec.weights):
         return Cell(spec, None, too_long, [])
     else:
@@ -159,7 +160,8 @@ def quantize_weights(
 
 def _global_amax(linears: Sequence[LinearWeight]) -> dict[tuple[str, int], torch.Tensor]:
     """The largest magnitude that each matrix's global scale is made for."""
-    own, groups = {}, {}
+    own: dict[tuple[str, int], tuple[str, int]] = {}
+    groups: dict[tuple[str, int], torch.Tensor] = {}
     fused = fused_groups(linear.name.removesuffix(".weight") for linear in linears)
     for linear in linears:
         for number, matrix in enumerate(linear.matrices):

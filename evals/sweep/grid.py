@@ -91,7 +91,7 @@ class Grid:
         for scale in self.scales:
             name, _, rest = scale.partition("+")
             if name not in SCALES or rest not in ("", "global"):
-                raise SchemeError(f"unknown scale {scale!r}; choose from {', '.join(SCALES)}, with +global if you like")
+                raise SchemeError(f"unknown scale {scale!r}; choose from {', '.join(SCALES)}, optionally with +global")
         for element, block in itertools.product(self.elements, self.blocks):
             QuantScheme(element, block=block)
         for text in self.inputs:

@@ -1,4 +1,4 @@
-"""Where finer is worse: cells that do not gain from a smaller block but lose.
+"""Inversions: cells that are worse than those with a larger block.
 
 Two cells are compared window by window, so that only what differs between them counts: a smaller
 block is worse if the 95 % interval of the paired difference of NLL lies above zero. Few windows have

@@ -39,7 +39,7 @@ def run_on_devices(job: Job, devices: list[str], on_progress: OnProgress, about:
         replace(job, settings=replace(job.settings, device=device), first=i, step=len(devices))
         for i, device in enumerate(devices)
     ]
-    processes = [context.Process(target=_work, args=(share, messages), daemon=True) for share in shares]
+    processes = [context.Process(target=run_share, args=(share, messages), daemon=True) for share in shares]
     on_progress(f"loading the model on {len(devices)} devices", 0.0)
     for process in processes:
         process.start()
@@ -67,7 +67,7 @@ def _messages(messages: Any, processes: list[Any]) -> Iterator[tuple[str, Any]]:
         except queue.Empty:
             for process in processes:
                 if process.exitcode:
-                    raise MXQuantError(f"a process of the sweep died (exit code {process.exitcode})") from None
+                    raise MXQuantError(f"a worker process of the sweep failed (exit code {process.exitcode})") from None
             continue
         if kind == "error":
             raise MXQuantError(content)
@@ -75,7 +75,7 @@ def _messages(messages: Any, processes: list[Any]) -> Iterator[tuple[str, Any]]:
         yield kind, content
 
 
-def _work(job: Job, messages: Any) -> None:
+def run_share(job: Job, messages: Any) -> None:
     about: dict[str, Any] = {}
     try:
         for done in run_job(job, lambda what, share: None, about):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mxquant.evals.plots import check_format
 from mxquant.evals.sweep.inversions import Line, inputs_name, lines_of
+from mxquant.presentation import picture
 
 if TYPE_CHECKING:
     from mxquant.evals.sweep.cells import Cell
@@ -27,26 +26,22 @@ class Style:
     width: float
 
 
-# Okabe and Ito's palette; a scale looks the same in every picture. Good formats lie on each other:
+# A scale looks the same in every picture. Good formats lie on each other:
 # what is drawn first is larger and shows around what comes after.
 STYLES: dict[str, Style] = {
-    "e8m0": Style("#CC79A7", "^", 6.5, 1.6),
-    "e4m3": Style("#D55E00", "o", 9.5, 3.0),
-    "e4m3+global": Style("#0072B2", "s", 7.5, 2.4),
-    "ue5m3": Style("#009E73", "D", 5.0, 1.7),
-    "ue5m3+global": Style("#56B4E9", "d", 6.0, 1.7),
+    "e8m0": Style(picture.PURPLE, "^", 6.5, 1.6),
+    "e4m3": Style(picture.VERMILION, "o", 9.5, 3.0),
+    "e4m3+global": Style(picture.BLUE, "s", 7.5, 2.4),
+    "ue5m3": Style(picture.GREEN, "D", 5.0, 1.7),
+    "ue5m3+global": Style(picture.SKY, "d", 6.0, 1.7),
     "ue5m3-61440": Style("#44AA99", "v", 5.0, 1.7),
     "bf16": Style("#222222", "x", 4.5, 0.9),
     "fp32": Style("#777777", "+", 5.0, 0.9),
 }
-_OTHERS = Style("#E69F00", "p", 6.0, 1.6)
+_OTHERS = Style(picture.ORANGE, "p", 6.0, 1.6)
 # Further lines of one scale, which differ in rule, element or shape: dashes, and other markers inside.
 _DASHES = ("-", "--", "-.", ":")
 _MARKERS = ("o", "s", "^", "D", "v", "P")
-_FLOOR = "#555555"
-_GRID = "#e6e6e6"
-# Of a caption in its small font, on the safe side.
-_CHARACTERS_PER_INCH = 16
 # What is this many times the dense perplexity or more has left the picture.
 _CEILING = 12.0
 # Steps of a logarithmic axis, from coarse to fine; the first that give four ticks are taken.
@@ -79,7 +74,7 @@ KL = _Metric("KL from dense, nats/token", lambda cell: cell.kl or None)
 
 
 def plot_sweep(sweep: Sweep, path: str | Path, caption: str = "") -> None:
-    """Draw a sweep into a file that ends in one of ``FORMATS``.
+    """Draw a sweep into a file that ends in one of ``picture.FORMATS``.
 
     A column for each kind of inputs; perplexity above, KL below, where differences between good
     formats show that perplexity hides.
@@ -94,13 +89,8 @@ def draw(
     panels: Sequence[Panel], path: str | Path, metrics: Sequence[_Metric] = (PERPLEXITY,), caption: str = ""
 ) -> None:
     """Panels side by side, a row for each metric; all panels of a row share their axis."""
-    check_format(path)
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    # A bare Figure has no global state, so that nothing changes for a caller who plots as well.
-    figure = Figure(figsize=(1.1 + 4.0 * len(panels), 0.8 + 3.2 * len(metrics)), layout="constrained")
-    FigureCanvasAgg(figure)
+    picture.check_format(path)
+    figure = picture.new_figure(1.1 + 4.0 * len(panels), 0.8 + 3.2 * len(metrics))
     grid = figure.subplots(len(metrics), len(panels), sharey="row", sharex="col", squeeze=False)
     for row, metric in zip(grid, metrics, strict=True):
         reach = _reach(panels, metric)
@@ -116,26 +106,15 @@ def draw(
         axis.set_xlabel("block size (elements that share a scale)", fontsize=9)
     handles = {h.get_label(): h for axis in grid[0] for h in axis.get_lines() if not h.get_label().startswith("_")}
     names = list(dict.fromkeys(["dense", *(line.name for panel in panels for line in panel.lines)]))
-    figure.legend(
-        [handles[name] for name in names if name in handles],
-        [name for name in names if name in handles],
-        loc="outside upper center",
-        ncols=min(3 * len(panels), len(handles)),
-        frameon=False,
-        fontsize=9,
-        handlelength=2.4,
-        columnspacing=1.6,
-    )
-    if caption:
-        width = int(figure.get_figwidth() * _CHARACTERS_PER_INCH)
-        lines = [part for line in caption.splitlines() for part in textwrap.wrap(line, width)]
-        figure.supxlabel("\n".join(lines), fontsize=7, color=_FLOOR, x=0.01, ha="left")
-    figure.savefig(path, dpi=130)
+    legend = {name: handles[name] for name in names if name in handles}
+    picture.add_legend(figure, legend, handlelength=2.4)
+    picture.add_caption(figure, caption)
+    picture.save(figure, path)
 
 
 def _draw_panel(axis: Any, panel: Panel, metric: _Metric, cap: float) -> None:
     if (floor := metric.value(panel.dense)) is not None:
-        axis.axhline(floor, color=_FLOOR, linewidth=1, linestyle=(0, (4, 3)), zorder=1, label="dense")
+        axis.axhline(floor, color=picture.GREY, linewidth=1, linestyle=(0, (4, 3)), zorder=1, label="dense")
     drawn: dict[str, int] = {}
     for line in sorted(panel.lines, key=lambda line: -_style(line).size):
         drawn[line.scale] = drawn.get(line.scale, -1) + 1
@@ -146,11 +125,7 @@ def _draw_panel(axis: Any, panel: Panel, metric: _Metric, cap: float) -> None:
     axis.set_xticks(sizes, [str(size) for size in sizes])
     axis.minorticks_off()
     axis.set_xlim(min(sizes) / 1.25, max(sizes) * 1.25)
-    axis.grid(axis="both", color=_GRID, linewidth=0.8)
-    axis.set_axisbelow(True)
-    axis.tick_params(labelsize=9, length=0)
-    for side in ("top", "right"):
-        axis.spines[side].set_visible(False)
+    picture.style_axis(axis)
 
 
 def _draw_line(axis: Any, line: Line, metric: _Metric, repetition: int, cap: float) -> None:
@@ -223,12 +198,12 @@ def _log_axis(axis: Any, low: float, high: float) -> None:
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     axis.set_yscale("log")
-    axis.yaxis.set_major_locator(FixedLocator(_ticks(low, high)))
+    axis.yaxis.set_major_locator(FixedLocator(round_ticks(low, high)))
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
     axis.yaxis.set_minor_locator(NullLocator())
 
 
-def _ticks(low: float, high: float) -> list[float]:
+def round_ticks(low: float, high: float) -> list[float]:
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for steps in _STEPS:
         ticks = [step * 10.0**decade for decade in decades for step in steps if low <= step * 10.0**decade <= high]

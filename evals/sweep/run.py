@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from mxquant.errors import MXQuantError
+from mxquant.evals.find_model import Source
 from mxquant.evals.report import versions
-from mxquant.evals.sources import Source
 from mxquant.evals.sweep.cells import Cell
 from mxquant.evals.sweep.grid import Grid
 from mxquant.evals.sweep.inversions import Inversion, find_inversions

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from mxquant.errors import MXQuantError
+from mxquant.evals.find_model import Source, find_model
 from mxquant.evals.inplace import RememberingVariant, linear_weights
 from mxquant.evals.models import load_model
-from mxquant.evals.sources import Source, find_model
 from mxquant.evals.sweep.cache import CellCache, default_folder
 from mxquant.evals.sweep.cells import Bench, Cell, measure
 from mxquant.evals.sweep.grid import CellSpec

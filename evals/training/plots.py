@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from mxquant.evals.training.report import baseline_of, rows
 from mxquant.evals.training.study import Study
+from mxquant.evals.training.summary import baseline_of
+from mxquant.presentation import picture
 from mxquant.training.run import RunResult
 
-# Okabe and Ito's palette, which the common kinds of colour blindness tell apart; grey is the baseline.
-_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C564B", "#000000", "#B2912F", "#7B2D8B")
-_BASELINE = "#777777"
+BASELINE = "#777777"
 # Steps that a smoothed curve is a mean over, as a share of all.
 _SMOOTHING = 1 / 15
 # Up to so many recipes, the ranges of their seeds are shaded.
@@ -26,70 +25,28 @@ def plot_study(study: Study, path: str | Path) -> None:
 
     Not with many recipes: their ranges cover one another, and nothing could be told apart.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     baseline = baseline_of(study)
     panels = [_draw_loss]
     if any(run.recipe == baseline for run in study.runs) and any(run.recipe != baseline for run in study.runs):
         panels.append(_draw_gap)
     if any("mismatch" in row for run in study.runs for row in run.curve):
         panels += [_draw_mismatch, _draw_saturated]
-    figure = Figure(figsize=(4.1 * len(panels), 4.4), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = picture.new_figure(4.1 * len(panels), 4.4)
     for axis, draw in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         draw(axis, study)
         axis.set_xlabel("step", fontsize=9)
         axis.locator_params(axis="x", nbins=6, integer=True)
-        axis.grid(color="#e6e6e6", linewidth=0.8)
-        axis.set_axisbelow(True)
-        axis.tick_params(labelsize=8, length=0)
-        for side in ("top", "right"):
-            axis.spines[side].set_visible(False)
+        picture.style_axis(axis, size=8)
     handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=min(len(labels), 6), fontsize=9, frameon=False)
-    figure.supxlabel(_caption(study), fontsize=7, color="#555555", x=0.01, ha="left")
-    figure.savefig(path, dpi=150)
+    picture.add_legend(figure, dict(zip(labels, handles, strict=True)))
+    picture.add_caption(figure, caption_of(study))
+    picture.save(figure, path)
 
 
-def plot_gaps(study: Study, path: str | Path, labels: dict[str, str] | None = None) -> None:
-    """How far each recipe's final loss is above the baseline's, in percent, with its interval over seeds.
-
-    ``labels``: what to call recipes. Those that always diverged are named without a mark.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    compared = [row for row in rows(study) if row.recipe != baseline_of(study)]
-    figure = Figure(figsize=(9.5, 1.6 + 0.42 * len(compared)), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(1, 2, sharey=True)
-    for axis, name, title in zip(axes, ("gap", "eval_gap"), ("training loss", "held-out loss"), strict=True):
-        axis.set_title(f"{title} above {baseline_of(study)}, %", fontsize=10)
-        axis.axvline(0, color=_BASELINE, linewidth=1)
-        for y, row in enumerate(compared):
-            if (gap := getattr(row, name)) is None:
-                continue
-            color, half = _color(study, row.recipe), gap.half_width or 0.0
-            axis.plot([gap.mean - half, gap.mean + half], [y, y], color=color, linewidth=1.5)
-            axis.plot([gap.mean], [y], "o", color=color, markersize=6)
-            axis.annotate(
-                f"{gap.mean:+.2f}", (gap.mean, y), (0, 6), textcoords="offset points", ha="center", fontsize=8
-            )
-        axis.grid(axis="x", color="#e6e6e6", linewidth=0.8)
-        axis.set_axisbelow(True)
-        axis.tick_params(labelsize=9, length=0)
-        for side in ("top", "right", "left"):
-            axis.spines[side].set_visible(False)
-    axes[0].set_yticks(range(len(compared)), [(labels or {}).get(row.recipe, row.recipe) for row in compared])
-    axes[0].set_ylim(len(compared) - 0.4, -0.7)
-    figure.supxlabel(_caption(study, "Bars: 95 % confidence"), fontsize=7, color="#555555", x=0.01, ha="left")
-    figure.savefig(path, dpi=150)
-
-
-def _color(study: Study, recipe: str) -> str:
+def color_of(study: Study, recipe: str) -> str:
+    """The same for a recipe in every picture of the study."""
     quantized = [r.name for r in study.plan.recipes if r.quantizes]
-    return _COLORS[quantized.index(recipe) % len(_COLORS)] if recipe in quantized else _BASELINE
+    return picture.COLORS[quantized.index(recipe) % len(picture.COLORS)] if recipe in quantized else BASELINE
 
 
 def _runs(study: Study) -> list[tuple[str, list[RunResult]]]:
@@ -104,11 +61,13 @@ def _draw_loss(axis: Any, study: Study) -> None:
     for name, runs in _runs(study):
         whole = [run for run in runs if run.problem is None]
         curves = [_smooth(run.losses, study) for run in whole or runs]
-        _band(axis, curves, _color(study, name), name, _is_shaded(study))
+        _band(axis, curves, color_of(study, name), name, _is_shaded(study))
         tops += [curve[len(curve) // 8] for curve in curves]
         for run in runs:
             if run.problem and run.losses:
-                axis.plot(len(run.losses), run.losses[-1], "x", color=_color(study, name), markersize=8, clip_on=False)
+                axis.plot(
+                    len(run.losses), run.losses[-1], "x", color=color_of(study, name), markersize=8, clip_on=False
+                )
     low = min(min(_smooth(run.losses, study)) for run in study.runs if run.losses)
     height = max(tops) - low or 1.0
     axis.set_ylim(low - 0.05 * height, max(tops) + 0.1 * height)
@@ -119,12 +78,12 @@ def _draw_gap(axis: Any, study: Study) -> None:
     baseline = baseline_of(study)
     axis.set_title(f"training loss above {baseline}, %", fontsize=10)
     reference = {run.seed: run.losses for run in study.runs if run.recipe == baseline and run.problem is None}
-    axis.axhline(0, color=_BASELINE, linewidth=1)
+    axis.axhline(0, color=BASELINE, linewidth=1)
     for name, runs in _runs(study):
         pairs = [(run.losses, reference[run.seed]) for run in runs if run.seed in reference and run.problem is None]
         curves = [100 * (_smooth(mine, study) / _smooth(theirs, study) - 1) for mine, theirs in pairs]
         if curves and name != baseline:
-            _band(axis, curves, _color(study, name), name, _is_shaded(study))
+            _band(axis, curves, color_of(study, name), name, _is_shaded(study))
 
 
 def _draw_mismatch(axis: Any, study: Study) -> None:
@@ -141,7 +100,7 @@ def _draw_monitored(axis: Any, study: Study, what: str) -> None:
     for name, runs in _runs(study):
         seen = [row for row in runs[0].curve if what in row]
         steps, values = [row["step"] for row in seen], [row[what] for row in seen]
-        axis.plot(steps, values, color=_color(study, name), linewidth=1.5, clip_on=False)  # zero is on the frame
+        axis.plot(steps, values, color=color_of(study, name), linewidth=1.5, clip_on=False)  # zero is on the frame
     axis.set_ylim(bottom=0)
 
 
@@ -167,7 +126,7 @@ def _smooth(losses: Sequence[float], study: Study) -> np.ndarray:
     return (sums[ends] - sums[starts]) / (ends - starts)
 
 
-def _caption(study: Study, what: str | None = None) -> str:
+def caption_of(study: Study, what: str | None = None) -> str:
     """What was trained, on what and how; ``what`` the picture shows, if not curves."""
     settings, seeds = study.plan.settings, len(study.plan.seeds)
     if what is None:

@@ -14,7 +14,7 @@ import torch
 from mxquant.errors import MXQuantError
 from mxquant.evals.models import EvalModel
 from mxquant.evals.run import Stage, silent
-from mxquant.evals.training.source import ModelSource
+from mxquant.evals.training.initial_model import ModelSource
 from mxquant.evals.training.text import TrainingText, heldout_windows, training_windows
 from mxquant.evals.windows import window_length
 from mxquant.training.conversion import choose, convert, weights_only
@@ -59,7 +59,7 @@ class Plan:
             choose(model, recipe, allow_high=self.allow_high)
 
     def costs(self) -> list[Cost]:
-        """The cost model's word on each recipe."""
+        """The cost of each recipe by the cost model."""
         model = self.source.on_meta()
         return [cost(model, recipe, allow_high=self.allow_high) for recipe in self.recipes]
 
@@ -95,7 +95,7 @@ def run_study(
     stage: Stage = silent,
     finished: Callable[[Study], None] = lambda study: None,
 ) -> Study:
-    """Train by every recipe, seed by seed; a run that diverges does not keep the others from theirs.
+    """Train by every recipe, seed by seed; the study continues after a run that diverges.
 
     Each run leaves its checkpoint in a folder of its own under ``output``. ``finished`` is called after each
     with what is known by then. ``tasks`` are run, with ``task_options``, on the checkpoints as

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from mxquant.errors import MXQuantError
+from mxquant.evals.find_model import first_line
 from mxquant.evals.hub import ensure_quick_failure
-from mxquant.evals.sources import first_line
 from mxquant.evals.text import BUILTIN, EvalText, load_text
 from mxquant.evals.windows import cut_windows
+from mxquant.extras import needs
 from mxquant.training.data import pack
 
 # Of a file or data set of one's own, where no other text is given to evaluate on.
@@ -102,6 +103,7 @@ def _dataset(name: str, column: str, characters: int | None) -> Iterator[str]:
         raise MXQuantError(f"no text file {name}; --text takes {BUILTIN}, a file, or a data set's folder or hub id")
     if not folder:
         ensure_quick_failure()
+    needs(f"data set {name}", "datasets", extra="eval")
     try:
         import datasets
 

@@ -65,7 +65,7 @@ class Mix:
 
 @dataclass
 class Diagnosis:
-    """What was measured; made by :func:`mxquant.analysis.diagnose.diagnose`.
+    """What was measured; made by :func:`mxquant.analysis.examine.diagnose`.
 
     ``sample``: the share of the rows that was looked at. ``assumed``: names of matrices that the calibration text
     did not reach; they are taken to be as sensitive as the others of their projection.

@@ -11,6 +11,7 @@ from typing import Any
 from mxquant.errors import CheckpointError
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_ADAPTER_FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS, "adapter_model.bin")
 # How downloads are called that are not finished: by the hub's client, browsers, wget and aria2.
 _UNFINISHED = (".incomplete", ".part", ".crdownload", ".download", ".aria2", ".tmp")
 _GIT_LFS = b"version https://git-lfs"
@@ -85,3 +86,20 @@ def what_instead(folder: Path) -> str | None:
     if unfinished is not None:
         return f"{unfinished} is a download that was not finished; download the model again"
     return None
+
+
+def check_no_adapter(folder: Path) -> None:
+    """Raise ``CheckpointError`` if transformers loads the model of a folder together with an adapter (PEFT).
+
+    It does so wherever there is an ``adapter_config.json``, and fails where the adapter's weights are not there.
+    Without that file it ignores them.
+    """
+    if not (folder / ADAPTER_CONFIG).is_file():
+        return
+    there = [name for name in _ADAPTER_FILES if (folder / name).exists()]
+    weights = "" if len(there) > 1 else ", whose weights are not there"
+    merge = "merge it into the model with PEFT (merge_and_unload) and save the result, or " if len(there) > 1 else ""
+    raise CheckpointError(
+        f"{folder} holds an adapter beside the model ({ADAPTER_CONFIG}){weights}, which transformers adds as it loads; "
+        f"{merge}remove {' and '.join(there)} to take the model alone"
+    )

@@ -39,8 +39,8 @@ def without_times(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]
 def _files(checkpoint: Checkpoint) -> Iterator[tuple[str, Path]]:
     weights = checkpoint.weight_files
     yield from ((file.name, file) for file in weights)
-    indexes = [path.name for path in sorted(checkpoint.folder.glob("*.index.json"))]
-    for name in ("config.json", *indexes, *map(Path.as_posix, checkpoint.side_files())):
+    indexes = [path.name for path in sorted(checkpoint.folder.glob("*.index.json")) if path.is_file()]
+    for name in ("config.json", *indexes, *map(Path.as_posix, checkpoint.side_files().carried)):
         yield name, checkpoint.folder / name
 
 

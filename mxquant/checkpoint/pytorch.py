@@ -22,8 +22,6 @@ from mxquant.checkpoint.layout import ITEM_SIZES
 from mxquant.checkpoint.reader import PYTORCH_FILES, Checkpoint
 from mxquant.errors import CheckpointError
 
-INDEX_NAME = "pytorch_model.bin.index.json"
-SINGLE_NAME = "pytorch_model.bin"
 DTYPE_NAMES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2", torch.uint16: "U16", torch.int16: "I16", torch.float16: "F16",
@@ -35,7 +33,8 @@ DTYPE_NAMES = {
 class PytorchCheckpoint(Checkpoint):
     """A folder of ``pytorch_model.bin``; for what else it is, see :class:`Checkpoint`."""
 
-    index_name, single_name, pattern = INDEX_NAME, SINGLE_NAME, PYTORCH_FILES
+    pattern = PYTORCH_FILES
+    _pytorch = True
 
     def _get(self, name: str) -> torch.Tensor:
         return self._handles[self._files[name]][name]
@@ -67,7 +66,7 @@ def read_file(file: Path) -> dict[str, torch.Tensor]:
             ) from error
         strange = isinstance(error, KeyError | pickle.UnpicklingError)
         told = ValueError("torch.save did not write it" if strange else _sentence(error))
-        raise CheckpointError(f"{file.name}: not a whole PyTorch file: {why_not_whole(file, told)}") from error
+        raise CheckpointError(f"{file.name}: not a complete PyTorch file: {why_not_whole(file, told)}") from error
     if not isinstance(found, Mapping):
         raise CheckpointError(f"{file.name}: holds a {type(found).__name__}, not tensors by name")
     for name, value in found.items():

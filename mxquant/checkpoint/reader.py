@@ -12,20 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from mxquant.checkpoint import damage
 from mxquant.checkpoint.headers import HeaderError, TensorInfo, read_header
-from mxquant.checkpoint.layout import INDEX_NAME, REPORT_NAME, SINGLE_NAME
+from mxquant.checkpoint.side_files import WEIGHT_SUFFIXES, SideFiles, module_folders, side_files
+from mxquant.checkpoint.weight_files import CONFIG_KEY, first_file, is_index, is_pytorch, precedence
 from mxquant.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
 
-# Weight files of any framework: never carried along as side files.
-WEIGHT_SUFFIXES = (
-    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack",
-    ".onnx", ".onnx_data", ".onnx.data", ".ot", ".tflite", ".npz", ".mlmodel",
-)  # fmt: skip
-_INDEX_SUFFIXES = (".safetensors.index.json", ".bin.index.json")
-# Folders that are no part of a model: other people's copies of the weights, with their own side files; byte code.
-_FOREIGN_FOLDERS = ("original", "__pycache__")
 PYTORCH_FILES = "pytorch_model*.bin"
 
 
@@ -56,6 +49,8 @@ def _download(repo: str, revision: str | None) -> Path:
         folder = Path(snapshot_download(repo, revision=revision, ignore_patterns=ignore))
         if not any(folder.glob("*.safetensors")):
             snapshot_download(repo, revision=revision, allow_patterns=[PYTORCH_FILES])
+        if modules := module_folders(folder):  # whose weights may be of any kind
+            snapshot_download(repo, revision=revision, allow_patterns=[f"{path.as_posix()}/*" for path in modules])
         return folder
     except RevisionNotFoundError as error:
         raise CheckpointError(f"{repo} has no revision {revision!r} on the hub") from error
@@ -78,7 +73,8 @@ class Checkpoint:
     or inconsistent.
     """
 
-    index_name, single_name, pattern = INDEX_NAME, SINGLE_NAME, "*.safetensors"
+    pattern = "*.safetensors"
+    _pytorch = False
     # Whether `tensors` and `read` give dense tensors where the files hold packed ones.
     decoded = False
 
@@ -88,7 +84,12 @@ class Checkpoint:
         self.held_bytes = 0
         self.warnings: list[str] = []
         self._handles: dict[Path, Any] = {}
-        index = self._weight_map() if os.path.lexists(folder / self.index_name) else None
+        first = first_file(folder, self.config)
+        self.config.pop(CONFIG_KEY, None)  # of the source's files, and no others
+        self._first = first if first is not None and is_pytorch(first) == self._pytorch else None
+        if self._first is not None and (sentence := precedence(folder, self._first)):
+            self.warnings.append(sentence)
+        index = self._weight_map(self._first) if self._first is not None and is_index(self._first) else None
         self.tensors: dict[str, TensorInfo] = {}
         for file in self._find_shards(index):
             for info in self._read_header(file):
@@ -127,9 +128,15 @@ class Checkpoint:
         except Exception as error:  # SafetensorError and OSError, by version
             raise CheckpointError(f"{file.name}: cannot read tensor {name}: {error}") from error
 
-    def side_files(self) -> list[Path]:
-        """Every file to carry along, relative to the folder."""
-        return side_files(self.folder)
+    def side_files(self) -> SideFiles:
+        """Every file to carry along, and what is left out."""
+        return side_files(self.folder, self.weight_files)
+
+    def files(self) -> list[Path]:
+        """Every file that an output is made from."""
+        first = [] if self._first is None else [self.folder / self._first]
+        carried = [self.folder / relative for relative in self.side_files().carried]
+        return [self.folder / "config.json", *first, *self.weight_files, *carried]
 
     def _find_shards(self, index: dict[str, str] | None) -> list[Path]:
         if index is not None:
@@ -137,12 +144,12 @@ class Checkpoint:
             missing = [f.name for f in files if not os.path.exists(f)]  # False for a name that is too long, too
             if missing:
                 raise CheckpointError(
-                    f"{self.folder}: {self.index_name} names {', '.join(missing[:3])}, which is not in the folder; "
+                    f"{self.folder}: {self._first} names {', '.join(missing[:3])}, which is not in the folder; "
                     "download it again"
                 )
             return files
-        if (self.folder / self.single_name).exists():
-            return [self.folder / self.single_name]
+        if self._first is not None:
+            return [self.folder / self._first]
         files = sorted(f for f in self.folder.glob(self.pattern) if f.name != damage.ADAPTER_WEIGHTS)
         if files:
             lost = damage.incomplete_set(files)
@@ -155,8 +162,8 @@ class Checkpoint:
             hint = f"{others[0]} cannot be read: convert it with save_pretrained first"
         raise CheckpointError(f"{self.folder}: no safetensors files" + (f"; {hint}" if hint else ""))
 
-    def _weight_map(self) -> dict[str, str]:
-        index = self.folder / self.index_name
+    def _weight_map(self, name: str) -> dict[str, str]:
+        index = self.folder / name
         mapping = damage.read_json_object(index).get("weight_map")
         if not isinstance(mapping, dict) or not mapping:
             raise CheckpointError(f"{index}: not a valid index, its weight_map names no tensors")
@@ -169,11 +176,11 @@ class Checkpoint:
         for name, file in index.items():
             info = self.tensors.get(name)
             if info is None or info.file.name != file:
-                raise CheckpointError(f"{self.index_name}: tensor {name} is not in {file}")
+                raise CheckpointError(f"{self._first}: tensor {name} is not in {file}")
         for name, info in self.tensors.items():
             if name not in index:
                 raise CheckpointError(
-                    f"{self.index_name} does not list tensor {name}, which is in {info.file.name}; "
+                    f"{self._first} does not list tensor {name}, which is in {info.file.name}; "
                     "without the index, all files are read as they are"
                 )
 
@@ -185,7 +192,7 @@ class Checkpoint:
             self._handles[file] = safe_open(file, framework="pt")
         except Exception as error:  # SafetensorError and OSError, by version
             why = damage.why_not_whole(file, error)
-            raise CheckpointError(f"{file}: not a whole safetensors file: {why}") from error
+            raise CheckpointError(f"{file}: not a complete safetensors file: {why}") from error
         yield from found.values()
 
 
@@ -195,27 +202,7 @@ def read_safetensors(file: Path) -> dict[str, TensorInfo]:
         return read_header(file)
     except HeaderError as error:
         why = damage.what_file(file) or f"it {error}"
-        raise CheckpointError(f"{file}: not a whole safetensors file: {why}") from error
-
-
-def side_files(folder: Path) -> list[Path]:
-    """What to carry along of a model folder, relative to it: all but weights, indexes and config.json.
-
-    A subfolder with weights in it (``onnx/``, ``checkpoint-500/``) is another model, left out as a whole.
-    """
-    files, others = [], set()
-    for path in sorted(folder.rglob("*")):
-        relative = path.relative_to(folder)
-        foreign = any(part.startswith(".") or part in _FOREIGN_FOLDERS for part in relative.parts)
-        if foreign or path.is_dir():
-            continue
-        if path.name.endswith((*WEIGHT_SUFFIXES, *_INDEX_SUFFIXES)):
-            others.add(relative.parts[0])
-        elif path.is_symlink() and not path.exists():
-            raise CheckpointError(f"{path} is a link to nothing; download the model again")
-        elif path.is_file() and str(relative) not in ("config.json", REPORT_NAME):
-            files.append(relative)
-    return [f for f in files if len(f.parts) == 1 or f.parts[0] not in others]
+        raise CheckpointError(f"{file}: not a complete safetensors file: {why}") from error
 
 
 def read_config(folder: Path) -> dict[str, Any]:

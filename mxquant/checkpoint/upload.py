@@ -23,7 +23,7 @@ def check_can_push(repo: str) -> None:
         HfApi().whoami()
     except Exception as error:  # offline, proxies, no token, a wrong one: the library raises many kinds
         raise MXQuantError(
-            f"--push-to-hub {repo}: the hub cannot be reached or does not know you ({_line(error)}); "
+            f"--push-to-hub {repo}: cannot reach the hub, or not logged in ({_line(error)}); "
             "log in with `hf auth login`"
         ) from error
 
@@ -37,7 +37,7 @@ def push_folder(folder: Path, repo: str) -> str:
         address = api.create_repo(repo, private=True, exist_ok=True)
         api.upload_folder(repo_id=address.repo_id, folder_path=folder, commit_message="Quantized by mxquant")
     except Exception as error:  # as above
-        raise MXQuantError(f"cannot push {folder} to {repo}: {_line(error)}; it is whole on this machine") from error
+        raise MXQuantError(f"cannot push {folder} to {repo}: {_line(error)}; the local copy is complete") from error
     return str(address)
 
 

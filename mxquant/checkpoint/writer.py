@@ -108,7 +108,7 @@ class ShardWriter:
         incomplete = [name for name, missing in self._missing.items() if missing]
         if incomplete:
             self.abort()
-            raise CheckpointError(f"{self._path.name}: tensor {incomplete[0]} was not written whole")
+            raise CheckpointError(f"{self._path.name}: tensor {incomplete[0]} was not written completely")
         self._file.close()
         os.replace(self._temporary, self._path)
 

@@ -1,4 +1,4 @@
-"""Encode, decode and round elements and scales, in plain PyTorch: the readable truth.
+"""Encode, decode and round elements and scales in plain PyTorch: the reference for all kernels.
 
 All arithmetic is fp32 and element-wise, so results do not depend on device, thread count or
 chunking. Every format is a minifloat, and one formula encodes them all. For ``x >= 0`` let ``e``

@@ -260,7 +260,7 @@ def _quantize_rows(
 
 
 def _element_index(blocks: torch.Tensor, first_row: int, columns: int) -> torch.Tensor:
-    """Row-major index of each element in the whole weight; padding gets indices nobody reads."""
+    """Row-major index of each element in the whole weight; the indices of padding are not used."""
     row_blocks, r, column_blocks, c = blocks.shape
     row = torch.arange(first_row, first_row + row_blocks * r, device=blocks.device).view(row_blocks, r, 1, 1)
     column = torch.arange(column_blocks * c, device=blocks.device).view(1, 1, column_blocks, c)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +18,6 @@ from mxquant.errors import PlanError
 from mxquant.schemes.formats import QuantScheme
 from mxquant.schemes.recipe import QuantRecipe
 from mxquant.transformers.architectures import NameMapper, Parameter, inventory
-from mxquant.transformers.behaviour import Behaviour
 from mxquant.transformers.fused import fused_groups
 from mxquant.transformers.kinds import Kind
 from mxquant.transformers.mixtures import Layout, Piece, Place, layout, problems_of
@@ -40,10 +40,18 @@ class Decided:
 
 
 def decide(
-    checkpoint: Checkpoint, recipe: QuantRecipe, model: Any, seen: Behaviour, *, allow_dense: bool = False
+    checkpoint: Checkpoint,
+    recipe: QuantRecipe,
+    model: Any,
+    handled: Collection[str] = (),
+    *,
+    allow_dense: bool = False,
 ) -> Decided:
-    """Decide on every tensor. Raises ``PlanError`` with all problems found."""
-    parameters = {p.name: p for p in inventory(model, seen.written)}
+    """Decide on every tensor. ``handled``: parameters that the model itself changes or reads as it runs.
+
+    Raises ``PlanError`` with all problems found.
+    """
+    parameters = {p.name: p for p in inventory(model, handled)}
     mapper = NameMapper(model)
     twice = _stored_twice(checkpoint, parameters, mapper)
     tensors, problems = _decide(checkpoint, recipe, parameters, mapper)
@@ -56,8 +64,19 @@ def decide(
     if problems:
         raise PlanError(problems)
     present = {mapper(name) for name in checkpoint.tensors if name not in twice}
-    tied = {p.name: p.tied_to for p in parameters.values() if p.tied_to and p.name not in present}
-    return Decided(tensors, tied, mapper)
+    return Decided(tensors, _tied(parameters, present), mapper)
+
+
+def _tied(parameters: dict[str, Parameter], present: Collection[str | None]) -> dict[str, str]:
+    """Parameters without a tensor of their own, and the one that each shares."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for p in parameters.values():
+        groups[p.tied_to or p.name].append(p.name)
+    tied: dict[str, str] = {}
+    for source, names in groups.items():
+        holder = source if source in present else next((n for n in names if n in present), source)
+        tied |= {name: holder for name in names if name not in present and name != holder}
+    return tied
 
 
 def _lacks(checkpoint: Checkpoint, missing: list[str], tensors: list[TensorPlan], model: str) -> str:
@@ -114,6 +133,8 @@ def _decide(
             t = TensorPlan(info.name, info.dtype, info.shape, Kind.UNKNOWN, None, _OF_NO_PARAMETER)
             if place is None and mapper.ignores(info.name):
                 t.kind, t.reason = Kind.IGNORED, "ignored by the model class"
+            elif parameter and parameter.kind.expected:
+                t.kind, t.reason = parameter.kind, f"part of {parameter.name} ({parameter.kind})"
             strangers.append(t.module)
             tensors.append(t)
             continue

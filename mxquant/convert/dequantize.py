@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from mxquant.checkpoint.damage import check_no_adapter
 from mxquant.checkpoint.formats import registry
 from mxquant.checkpoint.formats.base import Layout
 from mxquant.checkpoint.formats.packed import PackedWeight
@@ -25,7 +26,7 @@ from mxquant.convert.output import (
     open_shard,
     output_folder,
 )
-from mxquant.convert.pipeline import DEFAULT_SHARD_BYTES, Progress
+from mxquant.convert.pipeline import DEFAULT_SHARD_BYTES, Notify, Progress
 from mxquant.errors import CheckpointError
 from mxquant.ops.operators import dequantize
 
@@ -38,10 +39,12 @@ def dequantize_model(
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     overwrite: bool = False,
     progress: Progress | None = None,
+    notify: Notify | None = None,
 ) -> Path:
     """Write the dense checkpoint that a quantized one stands for.
 
     ``dtype``: of the weights that were quantized; None takes the model's own (``config.json``).
+    ``notify``: called with what a user should know of the source's files.
     Everything else is copied, but for scales of inputs. Reads every format of
     :mod:`mxquant.checkpoint.formats.registry`. Raises ``CheckpointError`` for anything else, for parts
     that are missing or do not fit, and for values that are NaN or infinite.
@@ -49,11 +52,15 @@ def dequantize_model(
     checkpoint = Checkpoint(resolve_source(source))
     if (why := registry.why_not_decoded(checkpoint)) is not None:
         raise CheckpointError(why)
+    check_no_adapter(checkpoint.folder)
     layout, config = registry.find(checkpoint), _dense_config(checkpoint.config)
     _check(checkpoint, layout)
     weights, dtype = {weight.name: weight for weight in layout.weights}, dtype or _config_dtype(config)
     out = Path(out)
-    check_output(out, checkpoint.folder, overwrite)
+    check_output(out, checkpoint, overwrite)
+    if notify:
+        for text in [*checkpoint.warnings, *checkpoint.side_files().warnings()]:
+            notify(text)
     outputs = _outputs(checkpoint, layout, dtype)
     shards = plan_shards([[o] for o in outputs], max_shard_bytes)
     check_disk_space(out.absolute(), sum(o.nbytes for o in outputs))

@@ -75,8 +75,8 @@ class Manifest:
             manifest._take_up(work.model, shards)
         elif not overwrite and (count := finished_shards(work.path)):
             raise CheckpointError(
-                f"{work.path} holds an interrupted run with {count} finished shard{'s' * (count > 1)}; --resume goes "
-                "on with it, --overwrite starts anew"
+                f"{work.path} holds an interrupted run with {count} finished shard{'s' * (count > 1)}; --resume "
+                "continues it, --overwrite starts over"
             )
         if not manifest._records:
             work.clear()
@@ -96,7 +96,7 @@ class Manifest:
         """A sentence on what is resumed."""
         count, total = len(self._records), len(self._identity["shards"])
         if not self._records and not self.changed:
-            return f"Nothing to resume in {self._path.parent}; starting anew."
+            return f"Nothing to resume in {self._path.parent}; starting over."
         changed = f"; written again: {', '.join(self.changed)}, changed since" if self.changed else ""
         return f"Resuming: {count} of {total} shards are finished{changed}."
 
@@ -119,8 +119,8 @@ class Manifest:
         difference = _difference(found["identity"], json.loads(json.dumps(self._identity)))
         if difference:
             raise CheckpointError(
-                f"cannot resume {self._path.parent}: {difference}; undo that, or start anew with --overwrite in place "
-                "of --resume"
+                f"cannot resume {self._path.parent}: {difference}; undo that, or start over with --overwrite "
+                "instead of --resume"
             )
         for name, record in found["finished"].items():
             if name in shards and _is_intact(model / name, record, shards[name]):
@@ -159,7 +159,7 @@ def _read(path: Path) -> dict[str, Any] | None:
         return None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"{path} is damaged ({error!r}); start anew with --overwrite in place of --resume"
+            f"{path} is damaged ({error!r}); start over with --overwrite instead of --resume"
         ) from error
     return data
 
@@ -177,7 +177,7 @@ def _is_intact(file: Path, record: dict[str, Any], tensors: list[OutputTensor]) 
 
 
 def _remove_all_but(model: Path, names: Iterable[str]) -> None:
-    """What a killed run was at when it died."""
+    """The shard that a killed run was writing."""
     for entry in model.iterdir():
         if entry.name not in names:
             remove(entry)

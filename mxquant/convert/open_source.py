@@ -6,9 +6,10 @@ import os
 from pathlib import Path
 
 from mxquant.checkpoint import pytorch
+from mxquant.checkpoint.damage import check_no_adapter
 from mxquant.checkpoint.formats import registry
-from mxquant.checkpoint.layout import INDEX_NAME, SINGLE_NAME
 from mxquant.checkpoint.reader import Checkpoint, read_config, resolve_source
+from mxquant.checkpoint.weight_files import first_file, is_pytorch
 from mxquant.errors import CheckpointError
 from mxquant.ops.operators import dequantize
 from mxquant.transformers.gguf import GgufCheckpoint
@@ -27,19 +28,26 @@ def open_source(source: str | Path, *, revision: str | None = None) -> Checkpoin
             raise CheckpointError(f"{source} is a file, which has no revisions; drop --revision {revision}")
         return GgufCheckpoint(path)
     folder = resolve_source(source, revision=revision)
-    if not _has(folder, SINGLE_NAME, INDEX_NAME):
-        if _has(folder, pytorch.SINGLE_NAME, pytorch.INDEX_NAME):
-            return pytorch.PytorchCheckpoint(folder)
-        if not any(folder.glob(Checkpoint.pattern)):
-            return _other_than_safetensors(folder)
-    method = registry.method_of(read_config(folder), folder)
+    checkpoint = _open_folder(folder)
+    check_no_adapter(folder)
+    return checkpoint
+
+
+def _open_folder(folder: Path) -> Checkpoint:
+    config = read_config(folder) if _is_there(folder / "config.json") else {}  # which GGUF files do without
+    first = first_file(folder, config)
+    if first is not None and is_pytorch(first):
+        return pytorch.PytorchCheckpoint(folder)
+    if first is None and not any(folder.glob(Checkpoint.pattern)):
+        return _other_than_safetensors(folder)
+    method = registry.method_of(config, folder)
     dense = registry.get(method).open_dense(folder, dequantize) if registry.knows(method) else None
     return dense or Checkpoint(folder)
 
 
-def _has(folder: Path, *names: str) -> bool:
-    """Whether one of the names is there, be it a link to nothing: that is a broken source, not one of another kind."""
-    return any(os.path.lexists(folder / name) for name in names)
+def _is_there(path: Path) -> bool:
+    """Even as a link to nothing: that is a broken source, not one of another kind."""
+    return os.path.lexists(path)
 
 
 def _other_than_safetensors(folder: Path) -> Checkpoint:

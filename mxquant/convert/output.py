@@ -1,4 +1,4 @@
-"""Writing an output folder so that it is whole or not there at all."""
+"""Writing an output folder atomically: it is complete or not there."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ import torch
 from mxquant.checkpoint.layout import OutputTensor
 from mxquant.checkpoint.reader import Checkpoint
 from mxquant.checkpoint.writer import ShardWriter
-from mxquant.convert.work_folder import work_folder
+from mxquant.convert.work_folder import partial_folder, work_folder
 from mxquant.errors import CheckpointError
 
 _COPY_BYTES = 1 << 24
 
 
-def check_output(out: Path, source: Path, overwrite: bool) -> None:
+def check_output(out: Path, checkpoint: Checkpoint, overwrite: bool) -> None:
     """Raise ``CheckpointError`` if the output folder cannot be written without losing something."""
+    source = checkpoint.source
     if out.resolve() == source.resolve():
         raise CheckpointError(f"output and source are the same folder, {out}; choose another --out")
     if out.resolve() in source.resolve().parents or source.resolve() in out.resolve().parents:
         raise CheckpointError(f"output {out} and source {source} lie in one another; choose another --out")
+    _check_links(out, checkpoint)
     if not out.exists():
         return
     if not out.is_dir():
@@ -34,6 +36,21 @@ def check_output(out: Path, source: Path, overwrite: bool) -> None:
         raise CheckpointError(f"{out} exists and is not empty; choose another --out, or pass --overwrite")
     if not (out / "config.json").exists():
         raise CheckpointError(f"{out} is not empty and holds no model; --overwrite replaces model folders only")
+
+
+def _check_links(out: Path, checkpoint: Checkpoint) -> None:
+    """Raise ``CheckpointError`` if a file of the source is really one in the output folder, or in what is built."""
+    replaced = [folder for folder in (out, partial_folder(out)) if folder.exists()]
+    if not replaced:
+        return
+    for file in checkpoint.files():
+        real = file.resolve()
+        for folder in replaced:
+            if real.is_relative_to(folder.resolve()):
+                raise CheckpointError(
+                    f"{file} of the source is a link to {real}, which the output {out} would replace; "
+                    "choose another --out"
+                )
 
 
 def check_disk_space(folder: Path, needed: int) -> None:
@@ -75,7 +92,7 @@ def open_shard(path: Path, tensors: list[OutputTensor]) -> Iterator[ShardWriter]
 
 def carry_side_files(checkpoint: Checkpoint, folder: Path) -> None:
     """Copy tokenizer, templates, custom code and whatever else lies beside the weights."""
-    for relative in checkpoint.side_files():
+    for relative in checkpoint.side_files().carried:
         target = folder / relative
         target.parent.mkdir(parents=True, exist_ok=True)
         try:

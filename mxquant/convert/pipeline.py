@@ -127,7 +127,7 @@ def plan_model(
         allow_dense=allow_dense,
         trust_remote_code=trust_remote_code,
     )
-    plan.warnings += [*checkpoint.warnings, *fit_warnings(checkpoint, plan)]
+    plan.warnings += [*checkpoint.warnings, *checkpoint.side_files().warnings(), *fit_warnings(checkpoint, plan)]
     return checkpoint, plan
 
 
@@ -149,13 +149,13 @@ def run_plan(
     source, made_with = fingerprint(checkpoint), versions()
     done = QuantReport.of_output(out, plan, seed, made_with, source) if resume else None
     if done is not None:
-        notify(f"{out} is complete already; nothing to do.")
+        notify(f"{out} is already complete; nothing to do.")
         with work_folder(out) as work:
             work.clear()
         return done
-    check_output(out, checkpoint.source, overwrite)
+    check_output(out, checkpoint, overwrite)
     with work_folder(out) as work:
-        check_output(out, checkpoint.source, overwrite)  # what a killed process had put aside is back
+        check_output(out, checkpoint, overwrite)  # what a killed process had put aside is back
         settings = {"seed": seed, "device": run.device.type, "kernels": _kernels(run.device)}
         identity = identify(source, plan, settings, made_with)
         manifest = Manifest.start(work, identity, plan, resume=resume, overwrite=overwrite)

@@ -7,13 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mxquant.checkpoint.formats import compressed_tensors, native, registry
 from mxquant.checkpoint.formats.packed import PackedWeight
 from mxquant.checkpoint.layout import OutputTensor
 from mxquant.checkpoint.reader import Checkpoint
 from mxquant.checkpoint.writer import plan_shards
 from mxquant.codec.qtensor import CHUNK_ELEMENTS
-from mxquant.convert.decide import decide
+from mxquant.convert.decide import Decided, decide
 from mxquant.convert.tensor_plan import TensorPlan
 from mxquant.errors import CheckpointError, PlanError
 from mxquant.schemes.activations import NONE
@@ -127,9 +129,16 @@ def make_plan(
     check_not_quantized(checkpoint)
     model = build_meta_model(checkpoint.folder, trust_remote_code=trust_remote_code)
     seen = watch(model)
-    decided = decide(checkpoint, recipe, model, seen, allow_dense=allow_dense)
-    tensors, mapper = decided.tensors, decided.mapper
-    on_disk, why, config = _container(checkpoint, tensors, recipe, model, mapper, seen)
+    decided = decide(checkpoint, recipe, model, seen.written, allow_dense=allow_dense)
+    try:
+        on_disk, why, config = _container(checkpoint, decided, recipe, model, seen)
+    except PlanError:
+        # Layers whose weights the model looks at may be what keeps it from running.
+        if not any(t.scheme and decided.mapper(t.name) in seen.read for t in decided.tensors):
+            raise
+        decided = decide(checkpoint, recipe, model, seen.written | seen.read, allow_dense=allow_dense)
+        on_disk, why, config = _container(checkpoint, decided, recipe, model, seen)
+    tensors = decided.tensors
     warnings = engine_problems(decided.linear_schemes()) if on_disk == compressed_tensors.QUANT_METHOD else []
     changes = _config_changes(checkpoint, on_disk)
     if on_disk == compressed_tensors.QUANT_METHOD:
@@ -165,24 +174,24 @@ def check_not_quantized(checkpoint: Checkpoint) -> None:
 
 
 def _container(
-    checkpoint: Checkpoint,
-    tensors: list[TensorPlan],
-    recipe: QuantRecipe,
-    model: Any,
-    mapper: NameMapper,
-    seen: Behaviour,
+    checkpoint: Checkpoint, decided: Decided, recipe: QuantRecipe, model: Any, seen: Behaviour
 ) -> tuple[str, str, dict[str, Any]]:
     """The on-disk format, the reason for it and its config; sets the tensors' outputs.
 
     What many engines read is preferred, if it can say all that there is to say and transformers loads it.
     """
+    tensors, mapper = decided.tensors, decided.mapper
     source = [OutputTensor(t.name, t.dtype, t.shape) for t in checkpoint.tensors.values()]
     problem = _why_not_compressed([t for t in tensors if t.scheme], recipe, seen)
     for on_disk in [native.QUANT_METHOD] if problem else [compressed_tensors.QUANT_METHOD, native.QUANT_METHOD]:
         for t in tensors:
             t.outputs = _outputs(t, on_disk)
         config = _quantization_config(tensors, on_disk, recipe, model, mapper)
-        obstacle = why_not_loadable(model, [o for t in tensors for o in t.outputs], config, source)
+        outputs = [o for t in tensors for o in t.outputs]
+        # compressed-tensors decodes the weights before they are used; ours stay packed as the model runs.
+        packed = on_disk == native.QUANT_METHOD
+        dtype = None if packed else torch.bfloat16
+        obstacle = why_not_loadable(model, outputs, config, source, dtype=dtype, run=seen.ran and packed)
         if obstacle is None:
             scheme = next(t.scheme for t in tensors if t.scheme)
             return on_disk, problem or str(compressed_tensors.format_name(scheme)), config

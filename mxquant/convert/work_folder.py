@@ -3,7 +3,7 @@
 ::
 
     <out>.partial/
-        lock         locked by the process at work; a file that nobody has locked means nothing
+        lock         locked by the process at work; a file that is not locked has no meaning
         model/       the output, which takes its name when it is whole
         replaced/    what was there before, for the moment between two renames
         ...          what the work needs to know of itself, such as a manifest
@@ -58,14 +58,19 @@ def work_folder(out: Path) -> Iterator[WorkFolder]:
                 folder.rmdir()
 
 
+def partial_folder(out: Path) -> Path:
+    """The path of the work folder. Raises ``CheckpointError`` for an output without a name."""
+    if out.name in ("", ".."):  # nothing can be beside it, nor take its place
+        raise CheckpointError(f"output {out} has no name of its own; give one, such as --out ./small")
+    return out.with_name(out.name + ".partial")
+
+
 class WorkFolder:
     """See :func:`work_folder`. ``path``: the folder; ``model``: the output that is being built in it."""
 
     def __init__(self, out: Path):
-        if out.name in ("", ".."):  # nothing can be beside it, nor take its place
-            raise CheckpointError(f"output {out} has no name of its own; give one, such as --out ./small")
         self._out = out
-        self.path = out.with_name(out.name + ".partial")
+        self.path = partial_folder(out)
         self.model = self.path / _MODEL
 
     def clear(self) -> None:
@@ -110,7 +115,7 @@ class WorkFolder:
                 return lock
             os.close(lock)  # the process that held it before has removed it: make another
         raise CheckpointError(
-            f"another process is at work in {self.path}; wait until it is done, or choose another --out"
+            f"another process is writing to {self.path}; wait for it to finish, or choose another --out"
         )
 
     def _leave(self, lock: int) -> None:

@@ -23,7 +23,7 @@ KINDS = {
     "tied": Kind(16, "a tied weight is stored twice"),
     "dense": Kind(17, "a dense tensor is not the source's, byte for byte"),
     "weights": Kind(18, "packed weights are not what the source and the report say"),
-    "load": Kind(19, "transformers does not load it, or into something else than the files hold"),
+    "load": Kind(19, "transformers cannot load it, or what it loads differs from the files"),
 }
 
 

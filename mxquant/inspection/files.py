@@ -6,65 +6,84 @@ import json
 from pathlib import Path
 from typing import Any
 
+from mxquant.checkpoint.damage import check_no_adapter
 from mxquant.checkpoint.headers import HeaderError, TensorInfo, read_header
 from mxquant.checkpoint.layout import INDEX_NAME, SINGLE_NAME
+from mxquant.checkpoint.weight_files import first_file, is_index, is_pytorch, precedence
+from mxquant.errors import CheckpointError
 from mxquant.inspection.faults import Verification
 
 
 def check_files(folder: Path, found: Verification) -> None:
     """Add the faults of the files in ``folder``: every one of them, not the first alone."""
-    _read_json(folder / "config.json", found)
-    index = _read_json(folder / INDEX_NAME, found) if (folder / INDEX_NAME).exists() else None
+    config = _read_json(folder / "config.json", found) or {}
     shards = sorted(p for p in folder.glob("*.safetensors") if p.is_file())
-    if index is None and not (folder / SINGLE_NAME).exists():
+    try:
+        first = first_file(folder, config)
+    except CheckpointError as error:
+        found.add("files", str(error))
+        return
+    try:
+        check_no_adapter(folder)
+    except CheckpointError as error:  # transformers fails without the adapter's weights, and adds those that are there
+        whole = any(folder.glob("adapter_model.*"))
+        found.warnings.append(str(error)) if whole else found.add("config", str(error))
+    if first is None or is_pytorch(first):
+        first = None
         there = f"only {', '.join(p.name for p in shards[:3])}" if shards else "no safetensors files at all"
         found.add("files", f"neither {SINGLE_NAME} nor {INDEX_NAME} is there, {there}")
-    used = _shards_of(index, folder, shards, found)
+    elif sentence := precedence(folder, first):
+        found.warnings.append(sentence)
+    index = _read_json(folder / first, found) if first is not None and is_index(first) else None
+    used = _shards_of(first, index, folder, shards, found)
     headers = {path.name: _read_header(path, found) for path in used}
     _check_duplicates(headers, found)
     if index is not None:
-        _check_index(index, headers, found)
+        _check_index(str(first), index, headers, found)
     found.checked["files"] = len(used)
     for path in shards:
         if path not in used:
-            found.warnings.append(f"{path.name} belongs to no index; loaders ignore it")
+            found.warnings.append(f"{path.name} is not read; loaders start from {first}")
     for path in sorted(folder.glob("*.partial")):
         found.warnings.append(f"{path.name} is left from a run that was interrupted")
 
 
-def _shards_of(index: dict[str, Any] | None, folder: Path, shards: list[Path], found: Verification) -> list[Path]:
+def _shards_of(
+    first: str | None, index: dict[str, Any] | None, folder: Path, shards: list[Path], found: Verification
+) -> list[Path]:
     """The files that a loader reads."""
     if index is None:
-        single = folder / SINGLE_NAME
-        return [single] if single.exists() else shards
+        return shards if first is None or is_index(first) else [folder / first]
     mapping = index.get("weight_map")
     if not isinstance(mapping, dict) or not all(isinstance(name, str) for name in mapping.values()):
-        found.add("files", f"{INDEX_NAME} has no weight_map of tensor and file names")
+        found.add("files", f"{first} has no weight_map of tensor and file names")
         return shards
     used = []
     for name in dict.fromkeys(mapping.values()):
         if (folder / name).is_file() and Path(name).name == name:
             used.append(folder / name)
         else:
-            found.add("files", f"{name} is in {INDEX_NAME} but not in the folder")
+            found.add("files", f"{name} is in {first} but not in the folder")
     return used
 
 
-def _check_index(index: dict[str, Any], headers: dict[str, dict[str, TensorInfo]], found: Verification) -> None:
+def _check_index(
+    first: str, index: dict[str, Any], headers: dict[str, dict[str, TensorInfo]], found: Verification
+) -> None:
     mapping = index.get("weight_map")
     if not isinstance(mapping, dict):
         return
     for name, file in mapping.items():
         if file in headers and name not in headers[file]:
-            found.add("files", f"{INDEX_NAME} says that {name} is in {file}, and it is not")
+            found.add("files", f"{first} says that {name} is in {file}, and it is not")
     for file, header in headers.items():
         for name in header:
             if name not in mapping:
-                found.add("files", f"{name} is in {file}, and {INDEX_NAME} does not say so")
+                found.add("files", f"{name} is in {file}, and {first} does not say so")
     total = (index.get("metadata") or {}).get("total_size")
     size = sum(info.nbytes for header in headers.values() for info in header.values())
     if isinstance(total, int) and total != size and not found.faults:  # no loader looks at it
-        found.warnings.append(f"{INDEX_NAME} says {total} bytes in all, the files hold {size}")
+        found.warnings.append(f"{first} says {total} bytes in all, the files hold {size}")
 
 
 def _check_duplicates(headers: dict[str, dict[str, TensorInfo]], found: Verification) -> None:

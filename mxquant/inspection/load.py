@@ -77,9 +77,10 @@ def _why_not_now(checkpoint: Checkpoint, layout: Layout, model: Model | None, fo
     assert model is not None
     needed, available = needed_bytes(checkpoint, layout, model), available_bytes()
     if available is None:
-        return f"it needs {_gb(needed)}, and how much memory is available is not known; --load insists"
+        return f"it needs {_gb(needed)}, and how much memory is available is not known; --load loads it anyway"
     if needed > MEMORY_SHARE * available:
-        return f"it needs {_gb(needed)}, more than {MEMORY_SHARE:.0%} of the {_gb(available)} available; --load insists"
+        share = f"{MEMORY_SHARE:.0%} of the {_gb(available)} available"
+        return f"it needs {_gb(needed)}, more than {share}; --load loads it anyway"
     return None
 
 

@@ -8,13 +8,13 @@ from mxquant.checkpoint.formats import registry
 from mxquant.checkpoint.formats.base import Layout, UnknownFormatError
 from mxquant.checkpoint.reader import Checkpoint, resolve_source
 from mxquant.errors import CheckpointError
+from mxquant.inspection.against_source import SourceComparison, check_dense_tensors, open_source, sample
 from mxquant.inspection.agreement import Model, check_config, check_groups, check_model, check_tied, groups
 from mxquant.inspection.faults import Verification
 from mxquant.inspection.files import check_files
 from mxquant.inspection.linears import check_fused, check_linears, check_stale
 from mxquant.inspection.lint import lint
 from mxquant.inspection.load import check_load
-from mxquant.inspection.source import SourceComparison, check_dense_tensors, open_source, sample
 from mxquant.inspection.summary import Progress, Steps
 from mxquant.inspection.values import check_dense, check_packed
 
@@ -45,7 +45,7 @@ def verify_checkpoint(
 
     Returns all faults, not the first alone; files that cannot be opened end the search, as nothing
     else can be read. Raises ``CheckpointError`` where there is nothing to verify: no such folder, a
-    quantization that is not known here, a source that is not dense.
+    unsupported quantization, a source that is not dense.
     """
     folder = resolve_source(path)
     original = None if source is None else open_source(source)

@@ -89,7 +89,9 @@ def _spans(ends: torch.Tensor, rows: int) -> list[tuple[int, slice]]:
     return [(e, slice(a, b)) for e, (a, b) in enumerate(zip(starts, stops, strict=True)) if a < b]
 
 
-def _part(packed, scale, global_scale, expert):  # type: ignore[no-untyped-def]
+def _part(
+    packed: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor | None, expert: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     return packed[expert], scale[expert], None if global_scale is None else global_scale[expert : expert + 1]
 
 

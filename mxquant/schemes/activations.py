@@ -48,7 +48,9 @@ class ActivationScheme:
         if self.scheme.rounding != "nearest":
             raise SchemeError("activations are rounded to nearest; stochastic rounding is for gradients")
         if self.per_token and not self.scheme.global_scale:
-            raise SchemeError(f"{self.scheme.text} has no global scale to give to each token; write +token or drop it")
+            raise SchemeError(
+                f"{self.scheme.text} has no global scale to give to each token; write +token or remove it"
+            )
 
     @classmethod
     def parse(cls, text: str) -> ActivationScheme:

@@ -359,7 +359,7 @@ class QuantScheme:
         """
         changes = dict(fields)
         preset = changes.pop("preset", None)
-        return (cls() if preset is None else cls.preset(preset)).merge(**changes)
+        return (cls() if preset is None else cls.preset(preset)).merge(**{str(key): v for key, v in changes.items()})
 
 
 def scheme_fields(text: str) -> dict[str, Any]:
@@ -369,13 +369,13 @@ def scheme_fields(text: str) -> dict[str, Any]:
         said = _part_fields(part)
         if not said:
             raise SchemeError(
-                f"scheme {text!r}: {part!r} is no preset ({', '.join(PRESETS)}), element ({', '.join(ELEMENTS)}), "
+                f"scheme {text!r}: {part!r} is not a preset ({', '.join(PRESETS)}), element ({', '.join(ELEMENTS)}), "
                 f"scale ({', '.join(SCALES)}), block, rule or rounding; "
                 "write for example ue5m3/16 or e4m3+global/8/absmax"
             )
         twice = sorted(set(said) & set(fields))
         if twice:
-            raise SchemeError(f"scheme {text!r} says its {twice[-1].replace('_', ' ')} twice; leave one of them out")
+            raise SchemeError(f"scheme {text!r} gives the {twice[-1].replace('_', ' ')} twice; remove one")
         fields |= said
     return fields
 

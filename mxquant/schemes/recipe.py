@@ -81,7 +81,7 @@ class QuantRecipe:
         if self.kv_cache and self.kv_cache.scheme.global_scale and not self.kv_cache.per_token:
             raise SchemeError(
                 f"a KV cache cannot have one global scale for all tokens ({self.kv_cache.text}): tokens arrive one "
-                "by one; write +token in place of +global, or drop it"
+                "by one; write +token instead of +global, or remove it"
             )
         for scheme in self.schemes:
             self.activations_for(scheme)

@@ -20,7 +20,11 @@ drawn from the distribution, and the result has a standard error (:mod:`mxquant.
 
 from __future__ import annotations
 
+from mxquant.extras import needs
 from mxquant.schemes.formats import QuantScheme
+
+needs("mxquant.theory", "scipy", extra="theory")
+
 from mxquant.theory.crossings import HIGH, LOW, Crossover, crossovers, doubled
 from mxquant.theory.curves import Curve, curve, is_periodic, octave_mean
 from mxquant.theory.distributions import Distribution, Gaussian, Laplace, StudentT, Uniform

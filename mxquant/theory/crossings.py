@@ -85,7 +85,7 @@ class _Comparison:
         return first - second
 
     def sign(self, place: float) -> int:
-        """-1, 1, or 0 where nobody can tell."""
+        """-1, 1, or 0 where it cannot be determined."""
         if self.sampled:
             parts = [error(s, math.exp(place), **self.options) for s in (self.small, self.large)]
             first, second = (p.total for p in parts)

@@ -94,10 +94,10 @@ def build_meta_model(folder: Path, *, trust_remote_code: bool = False) -> PreTra
     return model.eval()
 
 
-def inventory(model: Any, written: Collection[str] = ()) -> list[Parameter]:
+def inventory(model: Any, handled: Collection[str] = ()) -> list[Parameter]:
     """Every parameter of the model, in order, tied ones included.
 
-    ``written``: those that the model changes as it runs, see :func:`mxquant.transformers.behaviour.watch`.
+    ``handled``: those that the model changes or reads as it runs, see :mod:`mxquant.transformers.behaviour`.
     """
     from transformers.pytorch_utils import Conv1D
 
@@ -116,8 +116,8 @@ def inventory(model: Any, written: Collection[str] = ()) -> list[Parameter]:
         elif inside and (transposed := matrices(module).get(leaf)) is not None:
             experts, rows, columns = (shape[0], shape[2], shape[1]) if transposed else shape
             found.append(Parameter(name, Kind.EXPERTS, (experts, rows, columns), transposed, source))
-        elif name in written:
-            found.append(Parameter(name, Kind.HANDLED, shape, tied_to=source, reason="changed by the model as it runs"))
+        elif name in handled:
+            found.append(Parameter(name, Kind.HANDLED, shape, tied_to=source, reason="handled by the model itself"))
         elif name in recurrent:
             found.append(Parameter(name, Kind.STATE_SPACE, shape, tied_to=source, reason=STATE_SPACE_REASON))
         elif name in routing:
@@ -208,7 +208,10 @@ class NameMapper:
         return any(re.search(pattern, name) for pattern in self._ignored)
 
     def missing(self, names: Iterable[str], parameters: Iterable[Parameter]) -> Iterator[str]:
-        """Parameters that no tensor of the checkpoint fills and that are not tied to one that is."""
+        """Parameters that no tensor of the checkpoint fills, nor any that they are tied to.
+
+        The loader ties in both directions: of a group of tied parameters, whichever the files hold fills them all.
+        """
         present: set[str] = set()
         for name in names:
             target, pattern = self._rename(name)
@@ -217,11 +220,8 @@ class NameMapper:
                 first, *others = self._by_pattern[pattern].target_patterns
                 present |= {target.replace(first, other) for other in others}
         parameters = list(parameters)
-        # The loader fills all that are tied to each other from any one of them.
-        present |= {p.tied_to for p in parameters if p.tied_to is not None and p.name in present}
-        for p in parameters:
-            if p.name not in present and p.tied_to is None:
-                yield p.name
+        filled = {p.tied_to or p.name for p in parameters if p.name in present}
+        yield from (p.name for p in parameters if p.tied_to is None and p.name not in filled)
 
     def _rename(self, name: str) -> tuple[str, str | None]:
         """Target parameter, and the source pattern if a fusing or splitting conversion makes it."""

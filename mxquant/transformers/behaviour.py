@@ -25,18 +25,20 @@ _TOKENS = 8
 class Behaviour:
     """``written``: parameters that one run changes in place; ``replaced``: buffers that it puts others in place of.
 
-    Both are empty for a model that cannot be run on fake tensors: then nothing is known.
+    ``read``: weights of linear layers that it looks at without calling the layer, such as for their dtype.
+    ``ran``: whether the model could be run on fake tensors to the end; if not, there may be more.
     """
 
     written: frozenset[str] = frozenset()
     replaced: frozenset[str] = frozenset()
+    read: frozenset[str] = frozenset()
+    ran: bool = False
 
 
 def watch(model: Any) -> Behaviour:
     """Run a twin of ``model``, which may be on the meta device, on a few tokens.
 
-    ``model``: of transformers. Anything that keeps a twin from running, such as inputs other than tokens, makes
-    for an empty answer.
+    ``model``: of transformers. Anything may keep a twin from running, such as inputs other than tokens.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers.initialization import no_init_weights
@@ -45,14 +47,47 @@ def watch(model: Any) -> Behaviour:
         try:
             with no_init_weights():
                 twin = type(model)._from_config(model.config, dtype=torch.bfloat16).eval()
-            _run_experts_without_their_numbers(twin)
-            before = _versions(twin), _buffers(twin)
-            twin(input_ids=torch.zeros(1, _TOKENS, dtype=torch.long), use_cache=False)
         except Exception:  # of a model's own code on fake tensors, anything
             return Behaviour()
-        written = {name for name, version in _versions(twin).items() if version != before[0].get(name)}
-        replaced = {name for name, buffer in _buffers(twin).items() if buffer != before[1].get(name)}
-    return Behaviour(frozenset(written), frozenset(replaced))
+        _run_experts_without_their_numbers(twin)
+        versions, buffers = _versions(twin), _buffers(twin)
+        ran = True
+        with _reads(twin) as read:
+            try:
+                twin(**_inputs())
+            except Exception:  # as above; what was seen so far was seen
+                ran = False
+        written = {name for name, version in _versions(twin).items() if version != versions.get(name)}
+        replaced = {name for name, buffer in _buffers(twin).items() if buffer != buffers.get(name)}
+    return Behaviour(frozenset(written), frozenset(replaced), frozenset(read), ran)
+
+
+def why_not_running(model: Any) -> str | None:
+    """Why a loaded model, all on the meta device, does not run on a few tokens; None if it does or that is unknown."""
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensor,
+        FakeTensorMode,
+    )
+
+    with _quiet(), FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+        try:
+            _run_experts_without_their_numbers(model)
+            tensors = [*model.named_parameters(), *model.named_buffers()]
+            fake: dict[str, torch.Tensor] = {}
+            for name, t in tensors:
+                fake[name] = FakeTensor(mode, t.detach().to("meta"), torch.device("cpu"))
+            torch.func.functional_call(model, fake, kwargs=_inputs())
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            return None  # it looks at numbers, which fake tensors do not have
+        except Exception as error:  # of a model's own code, anything
+            return " ".join(str(error).split())[:200] or type(error).__name__
+    return None
+
+
+def _inputs() -> dict[str, Any]:
+    return {"input_ids": torch.zeros(1, _TOKENS, dtype=torch.long), "use_cache": False}
 
 
 def _run_experts_without_their_numbers(model: Any) -> None:
@@ -60,6 +95,34 @@ def _run_experts_without_their_numbers(model: Any) -> None:
     if hasattr(model, "set_experts_implementation"):
         with contextlib.suppress(ValueError):  # of a model without experts
             model.set_experts_implementation("batched_mm")
+
+
+@contextlib.contextmanager
+def _reads(model: nn.Module) -> Iterator[set[str]]:
+    """The weights of linear layers that are read while this lasts, other than by calling the layer."""
+    read: set[str] = set()
+    running: set[str] = set()
+    with contextlib.ExitStack() as stack:
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear):
+                stack.callback(setattr, module, "__class__", type(module))
+                module.__class__ = _watched(type(module), name, read, running)
+                before = module.register_forward_pre_hook(lambda _module, _args, name=name: running.add(name))
+                after = module.register_forward_hook(lambda _module, _args, _out, name=name: running.discard(name))
+                stack.callback(before.remove)
+                stack.callback(after.remove)
+        yield read
+
+
+def _watched(cls: type[nn.Linear], name: str, read: set[str], running: set[str]) -> type[nn.Linear]:
+    """A class that notes when its weight is looked up; parameters are, by ``__getattr__``."""
+
+    def look_up(self: nn.Linear, key: str) -> Any:
+        if key == "weight" and name not in running:
+            read.add(f"{name}.weight")
+        return cls.__getattr__(self, key)
+
+    return type(cls.__name__, (cls,), {"__getattr__": look_up})
 
 
 def _versions(model: nn.Module) -> dict[str, int]:

@@ -19,6 +19,8 @@ _AUTO_CLASSES = (
     ("AutoModel", "MODEL_MAPPING_NAMES"),
 )
 _CAUSAL = "AutoModelForCausalLM"
+# How many of them, the first, predict tokens.
+_GENERATING = 3
 
 
 def auto_class(config: Mapping[str, Any]) -> Any:
@@ -38,7 +40,7 @@ def auto_class(config: Mapping[str, Any]) -> Any:
     for auto, classes in known.items():
         if named is not None and named in (classes if isinstance(classes, tuple | list) else (classes,)):
             return getattr(transformers, auto)
-    generating = [auto for auto in list(known)[:3] if known[auto] is not None]
+    generating = [auto for auto in list(known)[:_GENERATING] if known[auto] is not None]
     return getattr(transformers, generating[0] if generating else _CAUSAL)
 
 
@@ -48,3 +50,8 @@ def _own_class(auto_map: Mapping[str, Any], named: str | None) -> str | None:
         if named is not None and str(auto_map.get(auto)).rpartition(".")[2] == named:
             return auto
     return _CAUSAL if _CAUSAL in auto_map else None
+
+
+def predicts_tokens(config: Mapping[str, Any]) -> bool:
+    """Whether a model with this ``config.json`` is loaded as a language model that predicts tokens."""
+    return auto_class(config).__name__ in [auto for auto, _ in _AUTO_CLASSES[:_GENERATING]]

@@ -12,7 +12,6 @@ import re
 import shutil
 from collections.abc import Callable
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
@@ -23,8 +22,10 @@ from mxquant.checkpoint.damage import why_not_whole
 from mxquant.checkpoint.headers import TensorInfo
 from mxquant.checkpoint.layout import ITEM_SIZES
 from mxquant.checkpoint.pytorch import DTYPE_NAMES
-from mxquant.checkpoint.reader import Checkpoint, read_config, side_files
+from mxquant.checkpoint.reader import Checkpoint, read_config
+from mxquant.checkpoint.side_files import side_files
 from mxquant.errors import CheckpointError
+from mxquant.extras import needs
 from mxquant.transformers.architectures import build_meta_model, kept_in_fp32
 
 _T = TypeVar("_T")
@@ -46,6 +47,7 @@ class GgufCheckpoint(Checkpoint):
         self._temporary = TemporaryDirectory(prefix="mxquant-gguf-")
         self.folder = Path(self._temporary.name)
         self.warnings = []
+        self._origins = [file]
         self._dtype, quantized = _formats(file)
         if quantized:
             self.warnings.append(
@@ -63,6 +65,10 @@ class GgufCheckpoint(Checkpoint):
             nbytes = ITEM_SIZES[dtype] * tensor.numel()
             self.tensors[name] = TensorInfo(name, dtype, tuple(tensor.shape), nbytes, file)
         self.held_bytes = self.nbytes
+
+    def files(self) -> list[Path]:
+        """The file, and those of its folder that are carried along."""
+        return self._origins
 
     def _get(self, name: str) -> torch.Tensor:
         return self._weights[name]
@@ -118,7 +124,10 @@ class GgufCheckpoint(Checkpoint):
             os.utime(path, ns=(time, time))
 
     def _copy_side_files(self, folder: Path) -> None:
-        for relative in side_files(folder):
+        found = side_files(folder, [self._file])
+        self.warnings += found.warnings()
+        for relative in found.carried:
+            self._origins.append(folder / relative)
             (self.folder / relative).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(folder / relative, self.folder / relative)
 
@@ -133,8 +142,7 @@ class GgufCheckpoint(Checkpoint):
 def _check_can_read(file: Path) -> None:
     if not file.is_file():
         raise CheckpointError(f"{file}: no such file")
-    if find_spec("gguf") is None:
-        raise CheckpointError(f"reading {file.name} needs the package gguf: pip install 'mxquant[gguf]'")
+    needs(f"reading {file.name}", "gguf", extra="gguf", error=CheckpointError)
     if _PART.search(file.name):
         raise CheckpointError(f"{file.name} is one part of a model; join them with llama-gguf-split --merge first")
 
@@ -146,7 +154,7 @@ def _formats(file: Path) -> tuple[torch.dtype, list[str]]:
     try:
         kinds = {t.tensor_type.name for t in GGUFReader(file).tensors if len(t.shape) > 1}
     except Exception as error:  # ValueError for a wrong head; numpy's and struct's for a short file
-        raise CheckpointError(f"{file.name}: not a whole GGUF file: {why_not_whole(file, error)}") from error
+        raise CheckpointError(f"{file.name}: not a complete GGUF file: {why_not_whole(file, error)}") from error
     if kinds <= {"F32"}:
         return torch.float32, []
     return (torch.float16 if kinds <= {"F32", "F16"} else torch.bfloat16), sorted(kinds - {"F32", "F16", "BF16"})

@@ -9,8 +9,8 @@ class Kind(StrEnum):
     """What a parameter is, by the name that reports use.
 
     ``quantized``: whether it is quantized unless a rule says otherwise; ``nameable``: whether a rule can
-    have it quantized; ``expected``: whether everybody expects it to stay dense, so that nobody needs to be
-    told.
+    have it quantized; ``expected``: whether it is usually dense, so that no report has to
+    mention it.
     """
 
     quantized: bool

@@ -57,7 +57,7 @@ class LoraQuantLinear(layer.Linear):
 
 
 _MERGE = (
-    "packed weights are too coarse to take up an adapter: merge it into the dense model instead, PeftModel."
+    "adapters cannot be merged into packed weights; merge it into the dense model instead, PeftModel."
     "from_pretrained(mxquant.load(path).dequantize(), adapter).merge_and_unload(), and quantize what that saves"
 )
 

@@ -17,9 +17,9 @@ import mxquant.bundled
 from mxquant import quantize, quantize_model
 from mxquant.analysis.advice import advice
 from mxquant.analysis.defaults import SCHEMES
-from mxquant.analysis.diagnose import diagnose, examine, prepare
+from mxquant.analysis.examine import diagnose, examine, prepare
+from mxquant.analysis.export import headline, to_dict
 from mxquant.analysis.recipes import to_yaml
-from mxquant.analysis.report import headline, to_dict
 from mxquant.analysis.sensitivity import Calibration, Sensitivity
 from mxquant.analysis.statistics import WeightStats
 from mxquant.cli.main import main
@@ -370,7 +370,7 @@ def test_models_that_cannot_be_diagnosed(make_checkpoint, tmp_path):
         diagnose(tmp_path / "quantized")
     with pytest.raises(CheckpointError, match="no such folder"):
         diagnose(tmp_path / "nowhere")
-    with pytest.raises(SchemeError, match="'e9m9' is no preset"):
+    with pytest.raises(SchemeError, match="'e9m9' is not a preset"):
         diagnose(make_checkpoint("llama"), ["e9m9/16"])
     with pytest.raises(
         SchemeError, match=r"blocks of 64 weights are larger than .*down_proj.weight, which has 36 input"
@@ -460,14 +460,14 @@ def test_calibration_from_the_command_line(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--schemes", "ue5m3/16,,mxfp4"], "empty part"),
-        (["--schemes", "foo/16"], "'foo' is no preset"),
+        (["--schemes", "ue5m3/16,,mxfp4"], "an empty item"),
+        (["--schemes", "foo/16"], "'foo' is not a preset"),
         (["--schemes", "ue5m3/4096"], "larger than"),
         (["--budget", "2"], "no scheme fits 2 bits per weight"),
         (["--budget", "0"], "not in the range"),
         (["--sample", "0"], "not in the range"),
-        (["--windows", "3"], "--windows goes with --calibration"),
-        (["--seq-len", "64"], "--seq-len goes with --calibration"),
+        (["--windows", "3"], "--windows requires --calibration"),
+        (["--seq-len", "64"], "--seq-len requires --calibration"),
         (["--calibration", "no-such-file"], "no text file no-such-file; --calibration takes"),
         (["--plot", "maps.bmp"], "not as 'maps.bmp'"),
         (["--plot", "no/such/maps.png"], "there is no folder no/such"),

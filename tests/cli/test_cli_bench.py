@@ -61,7 +61,7 @@ def test_the_time_of_a_call_is_its_median():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "name a MODEL or give --shape"),
+        ((), "pass MODEL or --shape"),
         (("--shape", "1,2"), "is not M,N,K"),
         (("--shape", "1,0,2"), "is not M,N,K"),
         (("--shape", "1,8,16", "--rows", "x"), "is not a list of numbers"),

@@ -147,8 +147,8 @@ def _without_norm(folder: Path) -> None:
     ("arguments", "message"),
     [
         ([], "Missing argument"),
-        ([BUNDLED, "--limit", "3"], "--limit goes with --tasks"),
-        ([BUNDLED, "--no-perplexity"], "--no-perplexity leaves nothing to do"),
+        ([BUNDLED, "--limit", "3"], "--limit requires --tasks"),
+        ([BUNDLED, "--no-perplexity"], "--no-perplexity requires --tasks"),
         ([BUNDLED, "--windows", "0"], "--windows"),
         ([BUNDLED, "--dtype", "int8"], "--dtype"),
         ([BUNDLED, "--output", "no/such/folder.json"], "there is no folder no/such"),

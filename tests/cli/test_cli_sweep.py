@@ -97,10 +97,10 @@ def test_what_fails_is_one_line_and_exit_code_1(arguments, message, tmp_path):
         ([], "Missing argument"),
         ([BUNDLED, "--windows", "some"], "neither a number of windows nor 'all'"),
         ([BUNDLED, "--windows", "0"], "neither a number of windows nor 'all'"),
-        ([BUNDLED, "--limit", "3"], "--limit goes with --tasks"),
+        ([BUNDLED, "--limit", "3"], "--limit requires --tasks"),
         ([BUNDLED, "--scales", ","], "--scales is empty"),
         ([BUNDLED, "--preset", "paper"], "is-finer-better"),
-        ([BUNDLED, "--jobs", "2", "--device", "cpu"], "does not go with --device"),
+        ([BUNDLED, "--jobs", "2", "--device", "cpu"], "cannot be combined with --device"),
         ([BUNDLED, "--output", __file__], "is a file"),
     ],
 )

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from mxquant import theory
 from mxquant.cli.main import main
 from mxquant.evals.theory_plots import plot_error_curves, plot_parts
-from mxquant.evals.theory_report import neighbours, steps, study
+from mxquant.evals.theory_study import neighbours, steps, study
 from mxquant.schemes.formats import QuantScheme
 
 
@@ -88,9 +88,9 @@ def test_a_sampled_rule_says_so():
         (("--sigma", "1:0.1"), "nor an ascending range"),
         (("--sigma", "1:2:3"), "nor an ascending range"),
         (("--sigma", "wide"), "is neither positive numbers"),
-        (("--blocks", "8,,16"), "empty part"),
+        (("--blocks", "8,,16"), "an empty item"),
         (("--blocks", "1"), "must be a length of at least 2"),
-        (("--scales", "e5m9"), "'e5m9' is no preset"),
+        (("--scales", "e5m9"), "'e5m9' is not a preset"),
         (("--rule", "floor"), "does not exist for e4m3 scales"),
         (("--distribution", "cauchy"), "choose from gaussian"),
         (("--plot", "a.png"), "a picture needs a range"),

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import mxquant
 from mxquant.cli.main import main
-from mxquant.evals.training.report import Estimate
+from mxquant.evals.training.summary import Estimate
 from mxquant.evals.training.text import load_training_text, training_windows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -181,9 +181,9 @@ def test_dry_run_prints_the_papers_figures(tmp_path):
         (["--config", "nowhere.json"], "cannot read config nowhere.json"),
         (["--config", "SMALL"], "the tokenizer has 2048 tokens"),
         (["--from", "nowhere"], "no such folder or hub id: nowhere"),
-        (["--from", "x", "--config", "y"], "--from brings its own config"),
+        (["--from", "x", "--config", "y"], "--from cannot be combined with --config"),
         (["--seq-len", "4096"], "--seq-len 4096 is more than the 64 positions"),
-        (["--limit", "3"], "--limit goes with --tasks"),
+        (["--limit", "3"], "--limit requires --tasks"),
     ],
 )
 def test_bad_input_is_one_clear_line_before_any_work(files, tmp_path, arguments, message):
@@ -218,7 +218,7 @@ def test_a_data_set_in_a_folder(tmp_path):
 
 
 def test_windows_hold_whole_documents_between_their_special_tokens():
-    from mxquant.evals.training.source import from_config
+    from mxquant.evals.training.initial_model import from_config
 
     tokenizer = from_config(None, None).tokenizer
     text = load_training_text("builtin")

@@ -213,7 +213,7 @@ ARGUMENTS = {
     "verifying against a quantized model": (["verify", "{q}", "--source", "{q}"], "quantized itself", 1),
     "generating from nothing": (["generate", "./nowhere", "hello"], "./nowhere", 1),
     "an empty prompt": (["generate", "{q}", ""], "no tokens", 1),
-    "a prompt that is too long": (["generate", "{q}", 100 * "x"], "made for 64", 1),
+    "a prompt that is too long": (["generate", "{q}", 100 * "x"], "supports only 64", 1),
     "a prompt that is no text": (["generate", "{q}", "\ud800"], "cannot take the prompt", 1),
     "a temperature of NaN": (["generate", "{q}", "hello", "--temperature", "nan"], "nan", 2),
     "a temperature close to nothing": (["generate", "{q}", "hello", "--temperature", "1e-40"], "1e-40", 2),

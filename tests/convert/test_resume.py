@@ -241,7 +241,7 @@ def test_another_version_is_refused(source, tmp_path, monkeypatch):
 def test_without_resume_finished_work_is_lost_only_if_asked_for(source, tmp_path):
     work = interrupt(source, tmp_path / "out")
     before = contents(work)
-    with pytest.raises(CheckpointError, match=r"finished shards; --resume goes on with it, --overwrite starts anew"):
+    with pytest.raises(CheckpointError, match=r"finished shards; --resume continues it, --overwrite starts over"):
         quantize(source, tmp_path / "out")
     assert contents(work) == before
     quantize(source, tmp_path / "out", NVFP4, overwrite=True)
@@ -288,7 +288,7 @@ def test_nothing_to_resume_starts_anew_and_says_so(source, tmp_path):
     said: list[str] = []
     quantize(source, tmp_path / "expected")
     quantize(source, tmp_path / "out", resume=True, notify=said.append)
-    assert said == [f"Nothing to resume in {tmp_path / 'out.partial'}; starting anew."]
+    assert said == [f"Nothing to resume in {tmp_path / 'out.partial'}; starting over."]
     assert contents(tmp_path / "out") == contents(tmp_path / "expected")
 
 
@@ -296,7 +296,7 @@ def test_a_complete_output_is_left_alone_if_it_is_the_one_asked_for(source, tmp_
     first = quantize(source, tmp_path / "out")
     before, said = places(tmp_path / "out"), []
     again = quantize(source, tmp_path / "out", resume=True, notify=said.append)
-    assert said == [f"{tmp_path / 'out'} is complete already; nothing to do."]
+    assert said == [f"{tmp_path / 'out'} is already complete; nothing to do."]
     assert again.stats == first.stats
     assert again.to_file() == first.to_file()
     assert places(tmp_path / "out") == before
@@ -336,7 +336,7 @@ def test_two_processes_do_not_work_on_one_output(source, tmp_path):
     before = contents(tmp_path)
     with work_folder(tmp_path / "out"):
         for options in ({"resume": True}, {"overwrite": True}, {}):
-            with pytest.raises(CheckpointError, match=r"another process is at work in .*out\.partial"):
+            with pytest.raises(CheckpointError, match=r"another process is writing to .*out\.partial"):
                 quantize(source, tmp_path / "out", **options)
     assert contents(tmp_path) == before
     quantize(source, tmp_path / "out", resume=True)
@@ -419,7 +419,7 @@ class TestCommand:
         assert stopped.exit_code == 130
         count = finished_shards(tmp_path / "out.partial")
         assert f"{count} of " in stopped.stderr
-        assert "--resume goes on with them" in stopped.stderr
+        assert "--resume continues from there" in stopped.stderr
         refused = self._run(source, out)
         assert refused.exit_code == 1
         assert "--resume" in refused.stderr
@@ -428,7 +428,7 @@ class TestCommand:
         assert f"Resuming: {count} of " in resumed.stderr
         again = self._run(source, out, "--resume", "--json")
         assert again.exit_code == 0
-        assert "complete already" in again.stderr
+        assert "already complete" in again.stderr
         report = json.loads(again.stdout)
         assert report["parameters_per_second"] == 0
         assert report["resumed_parameters"] == report["parameters"]

@@ -143,8 +143,8 @@ class TestPytorchFiles:
             ([torch.ones(2)], "holds a list"),
             ({"a": torch.eye(3).to_sparse()}, "tensor a: .*sparse"),
             ({}, "hold no tensors"),
-            (b"version https://git-lfs.github.com/spec/v1", "not a whole PyTorch file"),
-            (b"", "not a whole PyTorch file"),
+            (b"version https://git-lfs.github.com/spec/v1", "not a complete PyTorch file"),
+            (b"", "not a complete PyTorch file"),
         ],
         ids=["nested", "list", "sparse", "empty dict", "pointer", "empty"],
     )
@@ -365,13 +365,16 @@ class TestGguf:
 
     def test_needs_the_package_gguf_and_says_how_to_get_it(self, write_gguf, tmp_path, monkeypatch):
         file = write_gguf(tmp_path / "tiny.gguf")
-        monkeypatch.setattr("mxquant.transformers.gguf.find_spec", lambda name: None)
+        monkeypatch.setattr("mxquant.extras.find_spec", lambda name: None)
         with pytest.raises(CheckpointError, match=r"pip install 'mxquant\[gguf\]'"):
             open_source(file)
 
     def test_that_cannot_be_read_is_named(self, write_gguf, tmp_path):
         whole = write_gguf(tmp_path / "tiny.gguf").read_bytes()
-        cases = {"junk.gguf": (b"junk" * 20, "not a whole GGUF file"), "cut.gguf": (whole[:20_000], "not a whole GGUF")}
+        cases = {
+            "junk.gguf": (b"junk" * 20, "not a complete GGUF file"),
+            "cut.gguf": (whole[:20_000], "not a complete GGUF"),
+        }
         cases["model-00002-of-00003.gguf"] = (whole, "one part of a model")
         cases["other.gguf"] = (whole.replace(b"llama", b"alien"), "alien")
         for name, (content, message) in cases.items():

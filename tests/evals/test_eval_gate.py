@@ -103,14 +103,17 @@ def test_a_gate_that_finds_nothing_to_check_does_not_pass():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--max-ppl-increase", "5%"], "--max-ppl-increase compares with a baseline; give one by --baseline MODEL"),
-        (["--max-kl", "0.1"], "--max-kl compares with a baseline"),
+        (["--max-ppl-increase", "5%"], "--max-ppl-increase requires --baseline MODEL"),
+        (["--max-kl", "0.1"], "--max-kl requires --baseline"),
         (["--max-ppl-increase", "5", "--baseline", "x"], "write the percent sign"),
         (["--max-kl", "-1", "--baseline", "x"], "--max-kl"),
-        (["--max-kl", "nan", "--baseline", "x"], "--max-kl nan is not a limit"),
-        (["--max-kl", "1", "--baseline", "x", "--no-perplexity", "--tasks", "y"], "--no-perplexity leaves out"),
-        (["--max-accuracy-drop", "1%", "--baseline", "x"], "--max-accuracy-drop goes with --tasks"),
-        (["--report", "report.pdf"], "reports are Markdown"),
+        (["--max-kl", "nan", "--baseline", "x"], "--max-kl nan is not a finite number"),
+        (
+            ["--max-kl", "1", "--baseline", "x", "--no-perplexity", "--tasks", "y"],
+            "cannot be combined with --no-perplexity",
+        ),
+        (["--max-accuracy-drop", "1%", "--baseline", "x"], "--max-accuracy-drop requires --tasks"),
+        (["--report", "report.pdf"], "must end in .md"),
         (["--report", "no/such/report.md"], "there is no folder no/such"),
     ],
 )

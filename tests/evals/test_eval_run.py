@@ -15,9 +15,9 @@ import mxquant.bundled
 from mxquant.cli.main import main
 from mxquant.evals import run as run_module
 from mxquant.evals.cache import model_hash
+from mxquant.evals.find_model import find_model
 from mxquant.evals.models import load_model
 from mxquant.evals.result_store import Memory
-from mxquant.evals.sources import find_model
 
 BUNDLED = str(mxquant.bundled.path())
 QUICK = ("--seq-len", "64", "--device", "cpu")
@@ -206,10 +206,27 @@ def test_a_cache_that_cannot_be_written_is_one_line_before_the_work(folder, tmp_
 def test_bits_per_weight_count_experts_too(kind, make_checkpoint, tmp_path):
     """As the report of quantizing has them, which knows the stored bytes of every tensor."""
     report = mxquant.quantize_model(make_checkpoint(kind), tmp_path / "q", "ue5m3/16")
-    from mxquant.evals.models import _describe
+    from mxquant.evals.models import describe_weights
 
-    scheme, bits = _describe(mxquant.load(tmp_path / "q"), "mxquant")
+    scheme, bits = describe_weights(mxquant.load(tmp_path / "q"), "mxquant")
     quantized = [t for t in report.plan.tensors if t.scheme is not None]
     stored = sum(t.bytes_after for t in quantized)
     weights = sum(math.prod(t.shape) for t in quantized)
     assert (scheme, bits) == ("fp4-ue5m3-b16", pytest.approx(8 * stored / weights))
+
+
+@pytest.mark.parametrize("command", ["eval", "generate", "sweep"])
+def test_a_model_that_predicts_no_tokens_is_refused_by_name(command, tmp_path):
+    import transformers as hf
+    from broken_inputs import run, stderr_line
+
+    config = hf.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_labels=1)
+    hf.AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "reward")
+    more = {
+        "eval": ["--text", "builtin"],
+        "generate": ["hello"],
+        "sweep": ["--text", "builtin", "--output", tmp_path / "out"],
+    }[command]
+    result = run(command, tmp_path / "reward", *more)
+    assert result.exit_code == 1
+    assert "LlamaForSequenceClassification, which predicts no tokens" in stderr_line(result)

@@ -25,10 +25,10 @@ from mxquant.evals.sweep import cache
 from mxquant.evals.sweep.cells import Bench, Cell, measure
 from mxquant.evals.sweep.grid import PRESETS, CellSpec, Grid
 from mxquant.evals.sweep.inversions import find_inversions, lines_of, number
-from mxquant.evals.sweep.jobs import _work, cuda_devices
-from mxquant.evals.sweep.plots import _ticks, plot_sweep
-from mxquant.evals.sweep.report import sentences, tables, to_csv
+from mxquant.evals.sweep.jobs import cuda_devices, run_share
+from mxquant.evals.sweep.plots import plot_sweep, round_ticks
 from mxquant.evals.sweep.run import sweep
+from mxquant.evals.sweep.tables import sentences, tables, to_csv
 from mxquant.evals.sweep.work import Done, Job, SweepSettings
 from mxquant.evals.text import EvalText, load_text
 from mxquant.schemes.formats import QuantScheme
@@ -103,7 +103,7 @@ def test_rules_of_the_paper_and_of_mxquant_have_a_name():
         ({"elements": ("fp5",)}, "unknown element format 'fp5'"),
         ({"blocks": (1,)}, "block 1 must be"),
         ({"inputs": ("ue5m3/8x8",)}, "tiles"),
-        ({"inputs": ("some",)}, "'some' is no preset"),
+        ({"inputs": ("some",)}, "'some' is not a preset"),
     ],
 )
 def test_names_that_do_not_exist_are_refused_at_once(axes, message):
@@ -410,7 +410,7 @@ def test_lines_are_told_apart_by_what_differs():
 
 @pytest.mark.parametrize(("low", "high"), [(26.4, 57), (0.013, 0.8), (4.5, 9), (1, 1e5), (14.1, 22.6)])
 def test_ticks_of_a_logarithmic_axis_are_few_round_numbers(low, high):
-    ticks = _ticks(low, high)
+    ticks = round_ticks(low, high)
     assert 4 <= len(ticks) <= 9
     assert all(low <= tick <= high for tick in ticks)
     assert all(len(f"{tick:.10g}".replace(".", "").strip("0")) <= 2 for tick in ticks)
@@ -420,7 +420,7 @@ def test_tables_csv_json_and_pictures_hold_every_cell(inverted, tmp_path):
     from rich.console import Console
 
     out = Console(width=132, record=True, file=io.StringIO())
-    for _, table in tables(inverted):
+    for table in tables(inverted):
         out.print(table)
     printed = out.export_text()
     for c in inverted.cells:
@@ -468,7 +468,7 @@ def test_two_processes_measure_what_one_does(narrow, text, tmp_path):
 
 def test_what_fails_in_a_process_is_one_line_and_names_the_device(narrow, tmp_path):
     messages = queue.Queue()
-    _work(Job(str(narrow), EvalText("short", "Too short."), [], QUICK, tmp_path), messages)
+    run_share(Job(str(narrow), EvalText("short", "Too short."), [], QUICK, tmp_path), messages)
     kind, line = messages.get_nowait()
     assert kind == "error"
     assert re.fullmatch(r"cpu: short has \d+ tokens, fewer than one window of 128; .*", line)
@@ -491,4 +491,4 @@ def test_tasks_are_measured_on_the_quantized_model(narrow, text, tmp_path):
     assert found.dense.tasks["my_items"]["acc"]["value"] == 0.5
     assert found.cells[0].tasks["my_items"]["acc"]["value"] == 0.5
     assert "my_items acc" in to_csv(found).splitlines()[0]
-    assert any("my_items, acc" in title for title, _ in tables(found))
+    assert any("my_items, acc" in table.title for table in tables(found))

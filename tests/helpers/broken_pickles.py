@@ -66,7 +66,12 @@ def archive_of_something_else(folder: Path) -> None:
 
 
 def index_of_bins(weight_map: Any) -> Callable[[Path], object]:
-    return then(saved(), lambda folder: (folder / BIN_INDEX).write_text(json.dumps({"weight_map": weight_map})))
+    shard = "pytorch_model-00001-of-00002.bin"  # a single file would come before the index
+    return then(
+        saved(),
+        lambda folder: (folder / BIN).rename(folder / shard),
+        lambda folder: (folder / BIN_INDEX).write_text(json.dumps({"weight_map": weight_map})),
+    )
 
 
 add("bin with code in it", harmful(), BIN, "safetensors")

@@ -43,7 +43,8 @@ _RULES: tuple[tuple[Any, str], ...] = (
         "moe_intermediate_size expert_ffn_hidden_size shared_expert_intermediate_size "
         "shared_experts_intermediate_size moe_shared_expert_intermediate_size q_lora_rank kv_lora_rank o_lora_rank "
         "hidden_size_per_layer_input laurel_rank hc_lowrank loop_gate_rank router_hidden_size adapter_rank "
-        "embedding_size linear_head_dim gated_norm_rank d_rel pronunciation_embed_dim shape_embed_dim output_channels downsample_hidden_size attention_head_dim "
+        "embedding_size linear_head_dim gated_norm_rank d_rel pronunciation_embed_dim shape_embed_dim output_channels "
+        "downsample_hidden_size attention_head_dim "
         "dim_model_base",
     ),
     (

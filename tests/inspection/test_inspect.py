@@ -18,7 +18,7 @@ import mxquant
 import mxquant.bundled
 from mxquant.checkpoint.formats.registry import find as find_layout
 from mxquant.checkpoint.reader import Checkpoint
-from mxquant.cli.inspect_tables import bar, share
+from mxquant.cli.inspect_tables import bar, share, weight_table
 from mxquant.cli.main import main
 from mxquant.errors import CheckpointError
 from mxquant.inspection.statistics import DenseStats, ScaleStats
@@ -298,12 +298,10 @@ def test_what_is_wrong_shows(fault, tmp_path):
 
 
 def test_tables_keep_their_names_in_a_narrow_terminal(tmp_path):
-    from mxquant.cli.inspect_tables import _weight_tables
-
     mxquant.quantize_model(mxquant.bundled.path(), tmp_path / "q", "nvfp4")
     weights = inspect_checkpoint(Checkpoint(tmp_path / "q")).weights
     for width, count in [(80, 2), (160, 1)]:
-        tables = _weight_tables(weights, width)
+        tables = weight_table(weights).parts(width)
         assert len(tables) == count
         for table in tables:
             out = Console(width=width, file=io.StringIO())

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 import mxquant
 from mxquant.checkpoint.formats.packed import PackedWeight
 from mxquant.cli.main import main
+from mxquant.inspection.against_source import sample
 from mxquant.inspection.faults import KINDS
 from mxquant.inspection.lint import lint
-from mxquant.inspection.source import sample
 from mxquant.inspection.verify import verify_checkpoint
 from mxquant.schemes.formats import QuantScheme
 

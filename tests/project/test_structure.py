@@ -23,7 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # A unit is a module or package directly under `mxquant`. It may import those further up, and within itself.
 LAYERS = (
     ("errors",),
-    ("bundled", "schemes"),
+    ("extras",),
+    ("bundled", "presentation", "schemes"),
     ("codec",),
     ("checkpoint", "kernels"),
     ("ops",),
@@ -34,6 +35,7 @@ LAYERS = (
     ("inspection",),
     ("evals",),
     ("cli",),
+    ("__main__",),
 )
 LEVEL = {unit: level for level, layer in enumerate(LAYERS) for unit in layer}
 
@@ -44,9 +46,9 @@ ONLY_IN = {
     "huggingface_hub": ("mxquant.checkpoint.reader", "mxquant.checkpoint.upload", "mxquant.evals"),
     "compressed_tensors": (),
     "datasets": ("mxquant.evals",),
-    "matplotlib": ("mxquant.evals",),
+    "matplotlib": ("mxquant.presentation", "mxquant.evals"),
     "click": ("mxquant.cli",),
-    "rich": ("mxquant.cli", "mxquant.evals"),
+    "rich": ("mxquant.cli", "mxquant.presentation"),
     "peft": ("mxquant.transformers.lora",),
     "triton": ("mxquant.kernels.triton",),
 }
@@ -256,3 +258,15 @@ def test_the_map_in_the_documentation_is_that_of_the_code():
     assert not [path for path in sorted(named) if not (ROOT / path).exists()]
     units = {f"mxquant/{unit(m)}" for m in SOURCES if SOURCES[m].is_relative_to(ROOT / "mxquant") and m != "mxquant"}
     assert not [u for u in sorted(units) if not re.search(rf"{u}(\.py|/|\b)", text)]
+
+
+def test_tests_import_neither_other_tests_nor_private_names():
+    found = []
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_bytes(), str(path))):
+            if isinstance(node, ast.ImportFrom):
+                names = [alias.name for alias in node.names if f"{node.module}.{alias.name}" not in SOURCES]
+                private = [n for n in names if n.startswith("_") and str(node.module).startswith("mxquant")]
+                if private or str(node.module).rpartition(".")[2].startswith("test_"):
+                    found.append(f"{path.relative_to(ROOT)}: {node.module} {private}")
+    assert not found

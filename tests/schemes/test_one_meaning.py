@@ -194,7 +194,7 @@ def test_a_scheme_beside_a_recipe_is_for_layers_that_no_rule_names(make_checkpoi
 @pytest.mark.parametrize(
     ("arguments", "words", "code"),
     [
-        (["--scheme", "nvfp4", "--format", "mxfp4"], ["--scheme and --format", "give one"], 2),
+        (["--scheme", "nvfp4", "--format", "mxfp4"], ["--scheme and --format", "cannot be combined"], 2),
         (["--scheme", "e4m4/16"], ["'e4m4'", "ue5m3/16"], 1),
         (["--scheme", "ue5m3/8/16"], ["block twice"], 1),
         (["--scheme", "e4m3+global/16", "--scale", "e8m0", "--scale-rule", "absmax"], ["choose from floor"], 1),

@@ -458,7 +458,7 @@ def test_questions_that_make_no_sense_are_refused(ask, message):
 def test_schemes_that_do_not_exist_are_refused():
     with pytest.raises(SchemeError, match="scale rule 'floor' does not exist for e4m3"):
         theory.mse("e4m3", 8, sigma=1, rule="floor")
-    with pytest.raises(SchemeError, match="'e5m9' is no preset"):
+    with pytest.raises(SchemeError, match="'e5m9' is not a preset"):
         theory.mse("e5m9", 8, sigma=1)
 
 

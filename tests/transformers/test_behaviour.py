@@ -9,7 +9,7 @@ import random
 import torch
 import transformers as hf
 
-from mxquant.transformers.behaviour import Behaviour, watch
+from mxquant.transformers.behaviour import watch
 
 _SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
 _LINEAR = {
@@ -33,7 +33,7 @@ def test_it_says_nothing_and_leaves_no_state_behind():
     logging.getLogger("transformers").addHandler(said)
     before, numbers, others = state(), torch.get_rng_state(), random.getstate()
     try:
-        assert watch(model) == Behaviour()
+        assert not watch(model).written
     finally:
         logging.getLogger("transformers").removeHandler(said)
     assert not [record.getMessage() for record in said.buffer]

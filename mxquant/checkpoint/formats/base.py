@@ -33,7 +33,7 @@ ACTIVATION_SCALES = r"\.(input|output|q|k|v)_(global_)?scale(_2)?$"
 
 
 class UnknownFormatError(CheckpointError):
-    """A quantization that is not known here: the checkpoint may well be right."""
+    """An unsupported quantization: the checkpoint may well be right."""
 
 
 class PackedFormat(Encoding):
@@ -60,7 +60,7 @@ class PackedFormat(Encoding):
         """The packed weights among ``tensors``, by the ``quantization_config``.
 
         ``prefix``: of the base model, which names in the files may have or lack where the config has
-        it. Raises ``UnknownFormatError`` for a variant that is not known here, ``CheckpointError`` for
+        it. Raises ``UnknownFormatError`` for an unsupported variant, ``CheckpointError`` for
         a config that cannot be read or tensors that cannot be what their names say.
         """
         raise NotImplementedError

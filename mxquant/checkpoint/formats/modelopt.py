@@ -52,7 +52,7 @@ class ModelOptFormat(PackedFormat):
     def read(self, config: dict[str, Any], tensors: Tensors, prefix: str = "") -> Layout:
         algorithm = str(config.get("quant_algo"))
         if "NVFP4" not in algorithm and algorithm != _MIXED:
-            raise UnknownFormatError(f"ModelOpt's {algorithm} is not known here; only NVFP4")
+            raise UnknownFormatError(f"ModelOpt's {algorithm} is not supported; only NVFP4")
         scheme = QuantScheme.preset("nvfp4", block=int(config.get("group_size") or 16))
         excluded = [str(name) for name in (config.get("exclude_modules") or config.get("ignore") or ())]
         layout = Layout(self, list(weights_of(self, tensors, lambda module: scheme)))

@@ -27,7 +27,7 @@ class QuarkFormat(PackedFormat):
         said = said if isinstance(said, dict) else {}
         scale = _SCALES.get(str(said.get("scale_format")))
         if said.get("dtype") != "fp4" or scale is None:
-            raise UnknownFormatError(f"Quark's weights of {said.get('dtype')} are not known here; only fp4")
+            raise UnknownFormatError(f"Quark's weights of {said.get('dtype')} are not supported; only fp4")
         scheme = QuantScheme(scale=scale, block=int(said.get("group_size") or 32))
         excluded = [str(name) for name in config.get("exclude") or ()]
         layout = Layout(self, list(weights_of(self, tensors, lambda module: scheme)))

@@ -50,7 +50,7 @@ def get(method: str | None) -> PackedFormat:
     for known in _FORMATS:
         if known.method == method:
             return known
-    raise UnknownFormatError(f"quantization by {method} is not known here; known are {_known()}")
+    raise UnknownFormatError(f"quantization by {method} is not supported; supported are {_known()}")
 
 
 def knows(method: str | None) -> bool:
@@ -90,13 +90,13 @@ def method_of(config: dict[str, Any], folder: Path) -> str | None:
 def find(checkpoint: Checkpoint) -> Layout:
     """The packed weights of a checkpoint.
 
-    Raises ``UnknownFormatError`` for a method or format that is not known here, and
+    Raises ``UnknownFormatError`` for an unsupported method or format, and
     ``CheckpointError`` for a config that cannot be read.
     """
     config = quantization_of(checkpoint.config, checkpoint.folder)
     if config is not None and not knows(str(config.get("quant_method"))):
         method = config.get("quant_method", "an unknown method")
-        raise UnknownFormatError(f"{checkpoint.folder} is quantized by {method}; known are {_known()}")
+        raise UnknownFormatError(f"{checkpoint.folder} is quantized by {method}; supported are {_known()}")
     return layout_of(config, checkpoint.tensors)
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mxquant.convert.card.markdown import table
 from mxquant.errors import CheckpointError
+from mxquant.presentation.table import markdown
 
 
 def quality(report: Mapping[str, Any], evaluation: Mapping[str, Any]) -> list[str]:
@@ -45,7 +45,7 @@ def _perplexities(rows: list[Mapping[str, Any]]) -> str:
                 )
             )
     column = ("text",) if several else ()
-    return table(("model", *column, "perplexity", "ratio to the baseline", "KL, nats a token", "same top-1"), cells)
+    return markdown(("model", *column, "perplexity", "ratio to the baseline", "KL, nats a token", "same top-1"), cells)
 
 
 def _found(row: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
@@ -72,7 +72,7 @@ def _tasks(rows: list[Mapping[str, Any]]) -> list[str]:
     for task, metric in found:
         values = [row.get("tasks", {}).get(task, {}).get(metric) for row in rows]
         cells.append((task, metric, *("-" if v is None else _with_error(v) for v in values)))
-    return [table(("task", "metric", *map(_label, rows)), cells)]
+    return [markdown(("task", "metric", *map(_label, rows)), cells)]
 
 
 def _label(row: Mapping[str, Any]) -> str:

@@ -9,8 +9,8 @@ from typing import Any
 
 from mxquant.checkpoint.layout import REPORT_NAME
 from mxquant.convert.card.front_matter import make_front_matter
-from mxquant.convert.card.markdown import table
 from mxquant.convert.card.quality import quality
+from mxquant.presentation.table import markdown
 
 SOURCE_CARD_NAME = "README.source.md"
 _SNAPSHOT = re.compile(r"models--(?P<owner>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<revision>[^/]+)/?$")
@@ -147,15 +147,15 @@ def _formats(report: Mapping[str, Any]) -> list[str]:
         for name, scheme in report["schemes"].items()
     ]
     return [
-        table(("", ""), rows),
-        table(("scheme", "elements", "block scales", "block", "scale rule", "layers"), layers),
+        markdown(("", ""), rows),
+        markdown(("scheme", "elements", "block scales", "block", "scale rule", "layers"), layers),
     ]
 
 
 def _dense(report: Mapping[str, Any]) -> str:
     rows = [(d["reason"], d["tensors"], _count(d["parameters"]), f"`{d['example']}`") for d in report["dense"]]
     rows += [(f"tied to `{other}`", 0, "0", f"`{name}`") for name, other in report["tied"].items()]
-    return table(("because", "tensors", "parameters", "for example"), rows)
+    return markdown(("because", "tensors", "parameters", "for example"), rows)
 
 
 def _made_with(report: Mapping[str, Any]) -> str:

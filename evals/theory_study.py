@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from mxquant import theory
+from mxquant.presentation.table import Table
 from mxquant.schemes.formats import QuantScheme
 
 # Phases of sigma for the mean over an octave; fewer where each costs a sample.
@@ -28,7 +28,7 @@ class TheoryReport:
     curves : one for each scheme, at the same sigmas.
     options : those of :func:`mxquant.theory.error` that all have in common.
     span, pairs, crossovers : the range of sigma in which schemes were compared, and where they cross;
-        None where nobody asked.
+        None if they were not computed.
     octave_means : mean error of power-of-two scales over an octave of sigma.
     """
 
@@ -73,7 +73,7 @@ class TheoryReport:
         return [c for c in self.crossovers or () if {c.better_above, c.better_below} == set(pair)]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON. ``crossovers`` is null where nobody asked."""
+        """Plain data for JSON. ``crossovers`` is null if they were not computed."""
         found = [
             {
                 "sigma": c.sigma,
@@ -114,11 +114,10 @@ class TheoryReport:
         return f"{texts} (standard error up to {worst:.2%} of the error)."
 
     def write_csv(self, path: str | Path) -> None:
-        rows = self.rows
-        with open(path, "w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
+        table = Table.of("", [], self.rows[0])
+        for row in self.rows:
+            table.add(*row.values())
+        Path(path).write_text(table.to_csv(), encoding="utf-8", newline="\r\n")
 
 
 def study(

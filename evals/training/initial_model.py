@@ -12,12 +12,12 @@ import torch
 import mxquant.bundled
 from mxquant.checkpoint.formats import registry
 from mxquant.errors import CheckpointError, MXQuantError
-from mxquant.evals.sources import find_model, first_line
+from mxquant.evals.find_model import find_model, first_line
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Makes one and the same model as often as it is asked to.
+    """Makes the same model on every call.
 
     ``pretrained``: a checkpoint's folder or hub id; None for a model from scratch.
     """

@@ -1,64 +1,41 @@
-"""Plans and reports as tables for people."""
+"""What ``mxquant quantize`` prints for people."""
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
+from rich.markup import escape
 
 from mxquant.checkpoint.formats.native import with_wildcards
-from mxquant.cli.common import human_bytes
+from mxquant.cli.common import human_bytes, output_console, printable
+from mxquant.presentation.table import Marked, Table
 
 if TYPE_CHECKING:
     from mxquant.convert.plan import QuantPlan, TensorPlan
     from mxquant.convert.report import QuantReport
 
 
-# Wide enough for a line of every table where nobody's terminal sets the width.
-_PIPE_WIDTH = 132
-
-
-def new_console(pipe_width: int = _PIPE_WIDTH) -> Console:
-    """Standard output: as wide as the terminal, or ``pipe_width`` where it is none."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else pipe_width)
-
-
-def new_table(title: str, left: tuple[str, ...], right: tuple[str, ...]) -> Table:
-    """An empty table: columns of words, which fold, then columns of figures."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in left:
-        table.add_column(name, overflow="fold")
-    for name in right:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
-
-
 def print_plan(plan: QuantPlan, out: Path) -> None:
     """The whole plan: every kind of tensor, what becomes of it and why."""
-    table = new_table(
-        f"Plan for {plan.source}", ("tensor", "shape", "becomes", "because"), ("count", "before", "after")
-    )
+    table = Table.of(f"Plan for {plan.source}", ("tensor", "shape", "becomes", "because"), ("count", "before", "after"))
     for pattern, members in _alike(plan.tensors):
         t = members[0]
-        table.add_row(
+        table.add(
             pattern.removesuffix(".weight"),
             f"{t.dtype} {'x'.join(map(str, t.shape))}",
-            f"[green]{t.scheme.name}[/]" if t.scheme else "dense",
+            Marked(t.scheme.name, "green") if t.scheme else "dense",
             t.reason,
             str(len(members)),
             human_bytes(sum(m.bytes_before for m in members)),
             human_bytes(sum(m.bytes_after for m in members)),
         )
     for name, source in plan.tied.items():
-        table.add_row(name.removesuffix(".weight"), "", "shared", f"tied to {source}", "1", "0 B", "0 B")
-    new_console().print(table)
+        table.add(name.removesuffix(".weight"), "", "shared", f"tied to {source}", "1", "0 B", "0 B")
+    output_console().print(table)
     for warning in plan.warnings:
-        new_console().print(f"[yellow]Warning:[/] {warning}", soft_wrap=True)
+        output_console().print(f"[yellow]Warning:[/] {escape(printable(warning))}", soft_wrap=True)
     print_plan_summary(plan, out)
 
 
@@ -77,7 +54,7 @@ def print_plan_summary(plan: QuantPlan, out: Path) -> None:
         f"Output: {out}",
     ]
     for line in lines:
-        new_console().print(line, soft_wrap=True)
+        output_console().print(line, soft_wrap=True)
 
 
 def _held(plan: QuantPlan) -> str:
@@ -93,9 +70,9 @@ def _when_it_runs(plan: QuantPlan) -> list[str]:
 def print_report(report: QuantReport) -> None:
     """What it cost: error by group of layers, what stayed dense, time and memory."""
     columns = ("count", "params", "rel. error", "SQNR dB", "bits/w", "size", "saturated")
-    table = new_table("Quantized", ("layers", "scheme"), columns)
+    table = Table.of("Quantized", ("layers", "scheme"), columns)
     for row in report.groups():
-        table.add_row(
+        table.add(
             row["projection"],
             row["scheme"],
             str(row["tensors"]),
@@ -106,12 +83,12 @@ def print_report(report: QuantReport) -> None:
             human_bytes(row["bytes"]),
             f"{row['saturated'] / row['elements']:.2%}",
         )
-    new_console().print(table)
-    dense = new_table("Stayed dense", ("because", "e.g."), ("count", "params", "size"))
+    output_console().print(table)
+    dense = Table.of("Stayed dense", ("because", "e.g."), ("count", "params", "size"))
     for row in report.dense():
         count, parameters = str(row["tensors"]), f"{row['parameters'] / 1e6:.2f} M"
-        dense.add_row(row["reason"], row["example"], count, parameters, human_bytes(row["bytes"]))
-    new_console().print(dense)
+        dense.add(row["reason"], row["example"], count, parameters, human_bytes(row["bytes"]))
+    output_console().print(dense)
     _print_totals(report)
 
 
@@ -134,7 +111,7 @@ def _print_totals(report: QuantReport) -> None:
         f"Wrote {report.out} ({plan.on_disk} format).",
     ]
     for line in lines:
-        new_console().print(line, soft_wrap=True)
+        output_console().print(line, soft_wrap=True)
 
 
 def _alike(tensors: list[TensorPlan]) -> list[tuple[str, list[TensorPlan]]]:

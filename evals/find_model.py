@@ -11,6 +11,7 @@ from typing import Any
 
 from mxquant.errors import CheckpointError
 from mxquant.evals.hub import ensure_quick_failure
+from mxquant.transformers.classes import predicts_tokens
 
 _WEIGHT_FILES = ("*.safetensors", "*.bin")
 
@@ -89,8 +90,12 @@ def find_model(source: str | Path, *, label: str | None = None, trust_remote_cod
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and the hub's own
         if is_folder:
             raise CheckpointError(f"cannot read the config of {given}: {first_line(error)}") from error
-        why = "the hub does not have it, or not for you" if online else "no such folder, not cached, hub unreachable"
+        why = "not on the hub, or no access to it" if online else "no such folder, not cached, hub unreachable"
         raise CheckpointError(f"no such folder or hub id: {given} ({why})") from error
+    if not predicts_tokens(config.to_dict()):
+        raise CheckpointError(
+            f"{given} is a {config.architectures[0]}, which predicts no tokens; give a language model"
+        )
     return Source(given, folder if is_folder else None, config, label)
 
 

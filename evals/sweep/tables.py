@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mxquant.evals.sweep.inversions import inputs_name, lines_of, number, worse_than_coarser
 from mxquant.evals.tables import with_error
+from mxquant.presentation.table import Marked, Table
 from mxquant.schemes.rules import rules_note
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from mxquant.evals.sweep.cells import Cell
     from mxquant.evals.sweep.run import Sweep
 
@@ -24,8 +21,8 @@ _COLUMNS = (
 )
 
 
-def tables(sweep: Sweep) -> list[tuple[str, Table]]:
-    """Titles and tables: rows are scales, columns blocks; perplexity, then KL, for each kind of inputs."""
+def tables(sweep: Sweep) -> list[Table]:
+    """Rows are scales, columns blocks; perplexity, then KL, for each kind of inputs."""
     made = []
     worse = worse_than_coarser(sweep.cells)
     floor = number(sweep.dense.perplexity)
@@ -39,26 +36,26 @@ def tables(sweep: Sweep) -> list[tuple[str, Table]]:
     return made
 
 
-def _table(sweep: Sweep, inputs: str, title: str, text: Callable[[Cell], str]) -> tuple[str, Table]:
+def _table(sweep: Sweep, inputs: str, title: str, text: Callable[[Cell], str | Marked]) -> Table:
     """One value of every cell with these inputs."""
     lines = [line for line in lines_of(sweep.cells) if line.inputs == inputs]
     sizes = {_block(cell): cell.spec.block_size for line in lines for cell in line.cells if cell.spec}
     blocks = sorted(sizes, key=lambda block: ("x" in block, sizes[block]))
-    table = _new_table(["scale"], blocks)
+    table = Table.of(title, ["scale"], blocks)
     for line in lines:
         found = {_block(cell): text(cell) for cell in line.cells}
-        table.add_row(line.name, *(found.get(block, "") for block in blocks))
-    return title, table
+        table.add(line.name, *(found.get(block, "") for block in blocks))
+    return table
 
 
-def _weights_table(sweep: Sweep) -> tuple[str, Table]:
+def _weights_table(sweep: Sweep) -> Table:
     """What quantizing did to the weights, which does not depend on the inputs."""
     first = sweep.cells[0].spec
     assert first is not None
     return _table(sweep, first.inputs, "error of the weights and share of zero or subnormal scales, in %", _weights)
 
 
-def _task_tables(sweep: Sweep, task: str) -> list[tuple[str, Table]]:
+def _task_tables(sweep: Sweep, task: str) -> list[Table]:
     made = []
     for metric, dense in sweep.dense.tasks[task].items():
         floor = with_error(dense["value"], None)
@@ -68,28 +65,16 @@ def _task_tables(sweep: Sweep, task: str) -> list[tuple[str, Table]]:
     return made
 
 
-def _new_table(left: list[str], right: list[str]) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in left:
-        table.add_column(name)
-    for name in right:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
-
-
 def _block(cell: Cell) -> str:
     assert cell.spec is not None
     return cell.spec.weights.block_text
 
 
-def _perplexity(cell: Cell, worse: set[str]) -> str:
+def _perplexity(cell: Cell, worse: set[str]) -> str | Marked:
     if cell.perplexity is None:
-        return "[red]none[/red]"
+        return Marked("none", "red")
     text = number(cell.perplexity)
-    return f"[red]{text}^[/red]" if cell.text in worse else text
+    return Marked(f"{text}^", "red") if cell.text in worse else text
 
 
 def _kl(cell: Cell) -> str:
@@ -133,17 +118,15 @@ def measured_on(sweep: Sweep) -> str:
 def to_csv(sweep: Sweep) -> str:
     """One row a cell, the dense model first, every figure in full."""
     tasks = [(task, metric) for task, metrics in sweep.dense.tasks.items() for metric in metrics]
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
     names = ["element", "scale", "block", "rule", "inputs", *_COLUMNS]
-    writer.writerow([*names, *(f"{task} {metric}" for task, metric in tasks)])
+    table = Table.of("", [], [*names, *(f"{task} {metric}" for task, metric in tasks)])
     for cell in [sweep.dense, *sweep.cells]:
         figures = cell.to_dict()
         figures["ratio_low"], figures["ratio_high"] = cell.ratio_interval or (None, None)
         figures["kl_low"], figures["kl_high"] = cell.kl_interval or (None, None)
         values = [cell.tasks.get(task, {}).get(metric, {}).get("value") for task, metric in tasks]
-        writer.writerow([*_names(cell), *(figures[name] for name in _COLUMNS), *values])
-    return out.getvalue()
+        table.add(*_names(cell), *(figures[name] for name in _COLUMNS), *values)
+    return table.to_csv()
 
 
 def _names(cell: Cell) -> list[str]:
