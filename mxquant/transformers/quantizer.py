@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ from mxquant.checkpoint.formats import native, registry
 from mxquant.checkpoint.formats.base import ACTIVATION_SCALES, PackedFormat
 from mxquant.checkpoint.formats.native import ModuleEntry, build_config
 from mxquant.codec.numerics import scale_dtype
+from mxquant.codec.qtensor import QTensor
 from mxquant.errors import CheckpointError, MXQuantError
 from mxquant.nn.quant_linear import QuantLinear
 from mxquant.transformers import register
@@ -194,10 +196,12 @@ class MXQuantHfQuantizer(HfQuantizer):
         elsewhere = "disk" in places or "meta" in places or len(places) > 1
         for name in (*self.packed.modules, *self.packed.experts):
             try:
-                device = _device(model, name)  # checks shapes, dtypes and devices
+                weights = _weights(model, name)  # checks shapes, dtypes and devices
             except ValueError as error:
                 raise CheckpointError(f"{name} was not loaded as it was stored: {error}") from error
-            if device.type == "meta" and not elsewhere:
+            if weights[0].device.type != "meta":
+                _check_global_scales(name, weights)
+            elif not elsewhere:
                 raise CheckpointError(f"the weight of {name} was not loaded")
 
     def _restore_dtypes(self, model: Any) -> None:
@@ -252,15 +256,18 @@ def _saved_entries(entry: ModuleEntry, names: list[str]) -> list[ModuleEntry]:
     return [replace(entry, name=n.removesuffix(".weight"), shape=shape, experts=None) for n in names]
 
 
-def _device(model: Any, name: str) -> torch.device:
-    """Where a packed module or parameter of experts is. Raises ``ValueError`` if its parts do not fit each other."""
+def _weights(model: Any, name: str) -> list[QTensor]:
+    """A packed module or parameter of experts. Raises ``ValueError`` if its parts do not fit each other."""
     module, _, leaf = name.rpartition(".")
     parent = model.get_submodule(module)
-    return (
-        parent.qtensors(leaf)[0].device
-        if isinstance(parent, QuantExperts)
-        else model.get_submodule(name).qweight.device
-    )
+    return parent.qtensors(leaf) if isinstance(parent, QuantExperts) else [model.get_submodule(name).qweight]
+
+
+def _check_global_scales(name: str, weights: list[QTensor]) -> None:
+    found = [weight.global_scale for weight in weights if weight.global_scale is not None]
+    bad = [float(scale) for scale in found if not 0 < float(scale) < math.inf]
+    if bad:
+        raise CheckpointError(f"the global scale of {name} is {bad[0]}, not a positive number; the files are damaged")
 
 
 def _planned_dtypes(model: Any) -> dict[str, torch.dtype]:

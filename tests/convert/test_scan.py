@@ -52,7 +52,7 @@ def test_one_weight_that_zeroes_the_rest_and_its_fused_partner_is_warned_of(chan
 
 def test_no_report_is_headed_by_what_one_weight_makes_look_good(changed, tmp_path):
     source = changed(one_outlier)
-    done = run("quantize", source, "-o", tmp_path / "q", "--format", "nvfp4")
+    done = run("quantize", source, "-o", tmp_path / "q", "--scheme", "nvfp4/absmax")
     assert done.exit_code == 0
     report = json.loads((tmp_path / "q/quantization_report.json").read_text())
     assert report["sqnr_db"] > 60  # of all weights together, the outlier's square is nearly all

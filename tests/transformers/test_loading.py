@@ -555,3 +555,15 @@ def test_load_names_what_is_wrong_in_one_line(tmp_path):
         with pytest.raises(CheckpointError, match=message) as error:
             mxquant.load(path)
         assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("value", [-1.0, 0.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("kind", ["llama-even", "mixtral-even"])
+def test_a_global_scale_that_is_no_positive_number_is_refused(kind, value, make_checkpoint, tmp_path):
+    mxquant.quantize_model(make_checkpoint(kind, "bfloat16"), tmp_path / "q", "nvfp4")
+    tensors = load_file(tmp_path / "q/model.safetensors")
+    name = next(name for name in tensors if name.endswith("_proj.weight_global_scale"))
+    tensors[name] = torch.full_like(tensors[name], value)
+    save_file(tensors, tmp_path / "q/model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="global scale"):
+        mxquant.load(tmp_path / "q")
