@@ -4,6 +4,7 @@
 #   VENV         where the environment is                             (make test VENV=/tmp/venv)
 #   PIP_ARGS     more arguments for pip, e.g. another package index   (make test PIP_ARGS="--index-url URL")
 #   PYTEST_ARGS  more arguments for pytest                            (make test PYTEST_ARGS="-k packing -x")
+#   JOBS         processes that run the tests                         (make test JOBS=1)
 #   COMPAT       versions of transformers to test with               (make test-compat COMPAT="5.20.0 newest")
 #   MODEL        folder of the model whose quantization is timed      (make bench MODEL=./model)
 #   PEERS        Python of an environment with the peers              (make bench PEERS=peers/bin/python)
@@ -12,12 +13,16 @@ PYTHON ?= python3
 VENV ?= .venv
 PIP_ARGS ?=
 PYTEST_ARGS ?=
+JOBS ?= auto
 COMPAT ?= 5.17.0 newest
 MODEL ?= mxquant/bundled/model
 PEERS ?=
 
 # The oldest Python that pyproject.toml allows.
 CHECK_PYTHON = import sys; sys.exit("mxquant needs Python 3.11 or newer: make PYTHON=..." if sys.version_info < (3, 11) else 0)
+
+# A process for each core, with a thread of its own: more threads than cores wait for each other.
+TESTS = OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -30,10 +35,10 @@ demo: $(VENV)/.installed-test  ## quantize the bundled model four ways, evaluate
 	$(VENV)/bin/mxquant demo --out out/demo
 
 test: $(VENV)/.installed-test  ## run the tests
-	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+	$(TESTS) $(PYTEST_ARGS)
 
 test-reference: $(VENV)/.installed-test  ## run the tests without the compiled kernels
-	MXQUANT_CPU_LIBRARY=none $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+	MXQUANT_CPU_LIBRARY=none $(TESTS) $(PYTEST_ARGS)
 
 test-compat: $(VENV)/.installed-test  ## run the tests that touch transformers with its oldest and newest versions
 	$(VENV)/bin/python tests/compat.py --pip-args="$(PIP_ARGS)" $(COMPAT) -- $(PYTEST_ARGS)

@@ -70,6 +70,8 @@ def scan(checkpoint: Checkpoint, plan: QuantPlan) -> dict[str, Fit]:
     found: dict[str, Fit] = {}
     for t in looked_at:
         for index, (_, weight) in enumerate(t.read_matrices(checkpoint)):
+            if not bool(shared[t.group or t.name, index].isfinite()):
+                continue  # an error of its own, which names the place
             fit = _fit(weight, t, amax[t.name, index], shared[t.group or t.name, index], stride)
             found[t.name] = found.get(t.name, Fit()) + fit
     return found

@@ -92,7 +92,7 @@ def test_dequantize_writes_a_model_and_refuses_a_dense_one(make_checkpoint, tmp_
         (("SOURCE", "--exclude", "("), "regular expression", 1),
         (("SOURCE", "--recipe", "nowhere.yaml"), "nowhere.yaml", 1),
         (("SOURCE", "--device", "no-such-device"), "no-such-device", 1),
-        (("SOURCE", "--include", "embed_tokens"), "nothing would be quantized", 1),
+        (("SOURCE", "--include", "embed_tokens"), "names model.embed_tokens, which cannot be quantized", 1),
         (("SOURCE", "--scale", "e9m9"), "e9m9", 2),
         (("SOURCE", "--max-shard-size", "lots"), "lots", 2),
     ],
