@@ -293,7 +293,11 @@ add("config a link to nothing", link_to("nowhere", "config.json"), "config.json"
 add("config without a model type", config(model_type=..., architectures=...), "config.json")
 add("config of an unknown model type", config(model_type="no-such-model"), "config.json", "no-such-model")
 add("config whose model type is a number", config(model_type=7), "config.json")
-add("config of a model that writes no text", config(model_type="vit"), "does not know architecture LlamaForCausalLM as a language model")
+add(
+    "config of a model that writes no text",
+    config(model_type="vit"),
+    "does not know architecture LlamaForCausalLM as a language model",
+)
 add("config with another hidden size", config(hidden_size=64), "lm_head.weight", "[260, 32]", "[260, 64]")
 add("config with a hidden size in words", config(hidden_size="thirty-two"), "config.json", "hidden_size")
 add("config with a hidden size of zero", config(hidden_size=0), "lm_head.weight", "[260, 0]")
