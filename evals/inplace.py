@@ -20,6 +20,7 @@ from mxquant.evals.models import EvalModel, answering, takes_positions
 from mxquant.ops.operators import dequantize, quantize_activations
 from mxquant.schemes.activations import ActivationScheme
 from mxquant.transformers.architectures import inventory
+from mxquant.transformers.behaviour import watch
 from mxquant.transformers.kinds import Kind
 from mxquant.transformers.select import Kept, dense_by_accident, selected_by_default
 
@@ -63,7 +64,7 @@ def linear_weights(model: Any) -> list[LinearWeight]:
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     modules = dict(model.named_modules(remove_duplicate=False))
-    every = inventory(model)
+    every = inventory(model, watch(model).written)
     chosen = [
         p for p in selected_by_default(every) if p.kind is Kind.LINEAR or experts.holds(modules[p.module], p.name)
     ]

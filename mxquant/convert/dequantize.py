@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -148,9 +149,16 @@ def _dense_config(config: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _dtypes(config: dict[str, Any]) -> Iterator[str]:
+    """The dtypes that a config names, its own first, then those of the models inside it."""
+    yield from (str(config[key]) for key in ("dtype", "torch_dtype") if config.get(key))
+    for key, value in config.items():
+        if isinstance(value, dict) and key.endswith("_config"):
+            yield from _dtypes(value)
+
+
 def _config_dtype(config: dict) -> torch.dtype:  # type: ignore[type-arg]
-    text = config.get("text_config") or {}
-    name = config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype") or "float32"
+    name = next(_dtypes(config), "float32")  # what transformers takes where nothing is said
     dtype = getattr(torch, str(name), None)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise CheckpointError(f"the config's dtype {name!r} is not a float type; pass dtype")

@@ -121,7 +121,7 @@ def make_plan(
     allow_dense: bool = False,
     trust_remote_code: bool = False,
 ) -> QuantPlan:
-    """Decide what happens to every tensor, from headers and the model class alone.
+    """Decide what happens to every tensor, from headers, the model class and a trial of its loader.
 
     Raises ``PlanError`` with *all* problems found: a quantized source, an unknown architecture,
     missing tensors, rules that match nothing, layers left dense by accident, a model that would not load.
@@ -228,12 +228,22 @@ def _config_changes(checkpoint: Checkpoint, on_disk: str) -> dict[str, Any]:
     """
     if on_disk != compressed_tensors.QUANT_METHOD:
         return {}
-    found = dict(checkpoint.config)
-    for key in [k for k, part in found.items() if isinstance(part, dict) and k.endswith("_config")]:
-        found[key] = {k: _BF16 if k in _DTYPE_KEYS and v else v for k, v in found[key].items()}
-    given = [key for key in _DTYPE_KEYS if found.get(key)]
-    found |= dict.fromkeys(given or _DTYPE_KEYS[:1], _BF16)
+    found = _in_bf16(checkpoint.config)
+    if not any(found.get(key) for key in _DTYPE_KEYS):
+        found[_DTYPE_KEYS[0]] = _BF16
     return {key: value for key, value in found.items() if value != checkpoint.config.get(key)}
+
+
+def _in_bf16(config: dict[str, Any]) -> dict[str, Any]:
+    """A config, and those of the models inside it, with every dtype that it names replaced."""
+    return {
+        key: _BF16
+        if key in _DTYPE_KEYS and value
+        else _in_bf16(value)
+        if isinstance(value, dict) and key.endswith("_config")
+        else value
+        for key, value in config.items()
+    }
 
 
 def _outputs(t: TensorPlan, on_disk: str) -> list[OutputTensor]:

@@ -61,18 +61,21 @@ def scan(checkpoint: Checkpoint, plan: QuantPlan) -> dict[str, Fit]:
     """The fit of each quantized tensor whose scale format may not hold it, by name."""
     stride = max(1, sum(t.parameters for t in plan.quantized) // _SAMPLE)
     looked_at = [t for t in plan.quantized if t.scheme is not None and _may_not_fit(t, t.scheme)]
-    amax = {(t.name, i): tensor_amax(w) for t in looked_at for i, (_, w) in enumerate(t.read_matrices(checkpoint))}
+    needed = [t for t in looked_at if t.scheme is not None and (t.scheme.global_scale or _can_be_clipped(t, t.scheme))]
+    amax = {(t.name, i): tensor_amax(w) for t in needed for i, (_, w) in enumerate(t.read_matrices(checkpoint))}
     shared: dict[tuple[str, int], torch.Tensor] = {}
-    for t in looked_at:
+    for t in needed:
         for index in range(len(t.matrix_names)):
             key = (t.group or t.name, index)
             shared[key] = torch.maximum(shared.get(key, amax[t.name, index]), amax[t.name, index])
     found: dict[str, Fit] = {}
     for t in looked_at:
         for index, (_, weight) in enumerate(t.read_matrices(checkpoint)):
-            if not bool(shared[t.group or t.name, index].isfinite()):
+            largest = amax.get((t.name, index), torch.zeros(()))
+            largest_shared = shared.get((t.group or t.name, index), largest)
+            if not bool(largest_shared.isfinite()):
                 continue  # an error of its own, which names the place
-            fit = _fit(weight, t, amax[t.name, index], shared[t.group or t.name, index], stride)
+            fit = _fit(weight, t, largest, largest_shared, stride)
             found[t.name] = found.get(t.name, Fit()) + fit
     return found
 
@@ -91,7 +94,11 @@ def _may_not_fit(t: TensorPlan, scheme: QuantScheme) -> bool:
     fmt = scheme.scale_format
     if not fmt.coded:
         return False
-    return fmt.has_zero or _LARGEST.get(t.dtype, 0.0) > fmt.max * scheme.element_format.max
+    return fmt.has_zero or _can_be_clipped(t, scheme)
+
+
+def _can_be_clipped(t: TensorPlan, scheme: QuantScheme) -> bool:
+    return _LARGEST.get(t.dtype, 0.0) > scheme.scale_format.max * scheme.element_format.max
 
 
 def _fit(weight: torch.Tensor, t: TensorPlan, amax: torch.Tensor, shared: torch.Tensor, stride: int) -> Fit:

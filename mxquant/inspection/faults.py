@@ -51,7 +51,9 @@ class Verification:
     checked: dict[str, Any] = field(default_factory=dict)
 
     def add(self, kind: str, message: str) -> None:
-        self.faults.append(Fault(kind, message))
+        fault = Fault(kind, message)
+        if fault not in self.faults:  # two checks may come upon the same
+            self.faults.append(fault)
 
     @property
     def exit_code(self) -> int:

@@ -91,7 +91,21 @@ def build_meta_model(folder: Path, *, trust_remote_code: bool = False) -> PreTra
             raise CheckpointError(
                 f"{path}: transformers does not know architecture {names} as a language model: {first_line(error)}"
             ) from error
+    _check_class(path, config, type(model).__name__)
     return model.eval()
+
+
+def _check_class(path: Path, config: Any, built: str) -> None:
+    """Raise ``CheckpointError`` if the config names a class of transformers, and another one was built."""
+    import transformers
+
+    named = next(iter(getattr(config, "architectures", None) or ()), built)
+    cls = getattr(transformers, named, None)
+    if named != built and cls is not None and isinstance(config, cls.config_class):
+        raise CheckpointError(
+            f"{path}: architecture {named} cannot be quantized; language models, classifiers and encoders can, but as "
+            f"{built} not all of its weights would be known"
+        )
 
 
 def inventory(model: Any, handled: Collection[str] = ()) -> list[Parameter]:

@@ -111,14 +111,6 @@ for _layer in FUSED_LAYERS:
         _BY_LAST_COMPONENT[_member.rpartition(".")[2]].append((_member, _layer))
 
 
-def fused_group(module: str) -> str | None:
-    """A name shared by the layers that engines most often fuse with this one; None if with none.
-
-    Of one name alone. What a model really has decides more: see :func:`fused_groups`.
-    """
-    return next((f"{parent}{layer.name}" for parent, layer in _places(module)), None)
-
-
 def fused_groups(modules: Iterable[str]) -> dict[str, str]:
     """For each module of a model that engines fuse with others of it, a name that these share.
 

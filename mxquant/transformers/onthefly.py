@@ -76,7 +76,8 @@ def choose(model: nn.Module, recipe: QuantRecipe, headers: Tensors | None) -> Pa
             packed.tensors |= dict.fromkeys(held, name)
         elif len(pieces) < len(held):
             skipped.append(name)
-    _check(pattern_problems(recipe, weights))
+    others = {key.rpartition(".")[0] for key in headers or ()} - {key.rpartition(".")[0] for key in places}
+    _check(pattern_problems(recipe, weights, others))
     if not packed.tensors:
         raise SchemeError(f"nothing of {type(model).__name__} would be quantized: no linear layer is matched")
     if skipped:

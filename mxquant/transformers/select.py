@@ -51,8 +51,9 @@ def pattern_problems(recipe: QuantRecipe, weights: Mapping[str, Parameter], othe
 
     ``others``: modules of the files that the model's class does without, which a rule may keep dense.
 
-    A pattern may well match embeddings and norms beside all linear layers, as ``layers`` or ``.*`` do. One that
-    names an embedding and not every linear layer was meant for it, and would be dropped without a word.
+    A pattern may well match embeddings and norms beside linear layers, as ``layers``, ``vision_tower`` or ``.*`` do.
+    One whose match reaches into the last part of an embedding's name, and which does not match every linear layer,
+    was meant for it, and would be dropped without a word.
     """
     dense = set(recipe.dense_patterns)
     problems = [
@@ -64,7 +65,8 @@ def pattern_problems(recipe: QuantRecipe, weights: Mapping[str, Parameter], othe
     for pattern in recipe.quantizing_patterns:
         matched = {name: p for name, p in weights.items() if re.search(pattern, name) and recipe.decide(name).scheme}
         refused = {n: p for n, p in matched.items() if not p.kind.nameable or p.tied_to is not None}
-        meant = [n for n, p in refused.items() if p.kind in (Kind.EMBEDDING, Kind.HEAD) and not linear <= set(matched)]
+        named = [n for n, p in refused.items() if p.kind in (Kind.EMBEDDING, Kind.HEAD) and _names(pattern, n)]
+        meant = [] if linear <= set(matched) else named
         if len(refused) == len(matched):
             meant = list(refused)
         if meant:
@@ -76,6 +78,11 @@ def pattern_problems(recipe: QuantRecipe, weights: Mapping[str, Parameter], othe
     return problems
 
 
+def _names(pattern: str, module: str) -> bool:
+    """Whether a pattern is found in the last part of a module's name, not only in the path to it."""
+    return any(found.end() > module.rfind(".") + 1 for found in re.finditer(pattern, module))
+
+
 class Accident(NamedTuple):
     """Too much stays dense: which share of the numbers in matrices, and the largest matrix of them."""
 
@@ -84,7 +91,7 @@ class Accident(NamedTuple):
 
 
 def dense_by_accident(kept: Iterable[Kept], total: int) -> Accident | None:
-    """Whether more than 5 % of ``total`` numbers in matrices stay dense without anybody having said so."""
+    """Whether too large a share of ``total`` numbers in matrices stays dense without anybody having said so."""
     kept = list(kept)
     share = sum(k.size for k in kept) / total if total else 0.0
     return Accident(share, max(kept, key=lambda k: k.size)) if share > MAX_DENSE_SHARE else None

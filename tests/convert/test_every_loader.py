@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import mxquant
 from mxquant.convert.pipeline import plan_model
-from mxquant.errors import PlanError
+from mxquant.errors import CheckpointError, PlanError
 from mxquant.schemes.formats import QuantScheme
 from mxquant.schemes.recipe import QuantRecipe
 from mxquant.transformers.architectures import build_meta_model
@@ -368,3 +368,24 @@ def test_a_rule_for_many_layers_may_match_others_beside_them(pattern, tmp_path):
     source = make(hf.AutoModelForCausalLM, config, tmp_path / "source", torch.bfloat16)
     recipe = QuantRecipe.from_dict({"rules": [{pattern: "ue5m3/16"}], "default": "ue5m3/16"})
     assert len(plan_model(source, recipe)[1].quantized) == 14
+
+
+def test_a_rule_for_a_tower_names_no_embedding(tmp_path):
+    from architecture_cases import CASES
+    from tiny_models import make_source
+
+    source = make_source(CASES["llava"], tmp_path / "source", torch.bfloat16)
+    scheme = QuantScheme.parse("ue5m3/16")
+    _, plan = plan_model(source, QuantRecipe(default=scheme, include=("vision_tower", "language_model")))
+    assert any("vision_tower" in t.name for t in plan.quantized)
+    with pytest.raises(PlanError, match=r"names vision_tower\.embeddings\.position_embedding"):
+        plan_model(source, QuantRecipe(default=scheme, include=("position_embedding", "language_model")))
+
+
+def test_a_class_that_is_not_built_is_refused_by_its_name(tmp_path):
+    auto, config, _ = MODELS["encoder"]
+    source = make(auto, config(), tmp_path / "source", torch.bfloat16)
+    said = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**said, "architectures": ["BertForPreTraining"]}))
+    with pytest.raises(CheckpointError, match="architecture BertForPreTraining cannot be quantized"):
+        plan_model(source, "mxfp4", allow_dense=True)

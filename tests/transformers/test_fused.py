@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-try:
-    from mxquant.transformers.fused import FUSED_LAYERS, fused_group, fused_groups
-except ModuleNotFoundError:  # not in its place yet
-    from fused_layers import FUSED_LAYERS, fused_group, fused_groups
+from mxquant.transformers.fused import FUSED_LAYERS, fused_groups
 
 MLP = {"mlp.gate_up_proj": {"mlp.gate_proj", "mlp.up_proj"}}
 
@@ -171,7 +168,6 @@ def test_members_under_different_parents_are_in_no_group():
 
 
 def test_part_of_a_component_is_no_member():
-    assert fused_group("mlp.mygate_proj") is None
     assert fused_groups(["mlp.pregate_proj", "mlp.up_proj"]) == {}
     assert fused_groups(["xattention.q_proj", "xattention.b_proj"]) == {}
 
@@ -194,8 +190,11 @@ def test_part_of_a_component_is_no_member():
         ("", None),
     ],
 )
-def test_group_of_one_name(module, group):
-    assert fused_group(module) == group
+def test_the_group_of_a_name_beside_its_siblings(module, group):
+    parent, _, leaf = module.rpartition(".")
+    rows = [row for row in FUSED_LAYERS if leaf in row.members and not row.whole]
+    siblings = {leaf, *(member for row in rows[:1] for member in row.members)}
+    assert fused_groups([f"{parent}.{sibling}" if parent else sibling for sibling in siblings]).get(module) == group
 
 
 def test_table_holds_no_row_twice_and_names_its_source():

@@ -201,7 +201,7 @@ def _scheme_of_group(group: dict[str, Any], config: dict[str, Any]) -> QuantSche
         raise _unknown([name])
     size = (group.get("weights") or {}).get("group_size")
     scheme = SCHEMES[name]
-    return replace(scheme, block=size) if isinstance(size, int) else scheme
+    return scheme if size is None else replace(scheme, block=int(size))
 
 
 def _group_of(module: str, groups: list[dict[str, Any]]) -> dict[str, Any] | None:
