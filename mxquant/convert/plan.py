@@ -191,7 +191,9 @@ def _container(
         # compressed-tensors decodes the weights before they are used; ours stay packed as the model runs.
         packed = on_disk == native.QUANT_METHOD
         dtype = None if packed else torch.bfloat16
-        obstacle = why_not_loadable(model, outputs, config, source, dtype=dtype, run=seen.ran and packed)
+        # A model that looks at a packed weight may not run; others call the layer.
+        run = packed and seen.ran and any(t.scheme and mapper(t.name) in seen.read for t in tensors)
+        obstacle = why_not_loadable(model, outputs, config, source, dtype=dtype, run=run)
         if obstacle is None:
             scheme = next(t.scheme for t in tensors if t.scheme)
             return on_disk, problem or str(compressed_tensors.format_name(scheme)), config
