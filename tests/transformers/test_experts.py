@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from expert_kinds import KINDS
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM
@@ -384,6 +385,10 @@ def test_parts_of_an_expert_with_different_global_scales_do_not_load(quantized, 
 
 def test_mxfp4_experts_are_read_by_transformers_alone_and_nvfp4_are_not_given_to_it(quantized):
     q = quantized("mixtral-even", "e8m0/32")
+    if transformers.__version__.startswith("5.17."):  # it does not cast what it renames, and this source is fp32
+        assert q.report.plan.on_disk == "mxquant"
+        assert "leave model.layers.0.mlp.gate.weight" in q.report.plan.on_disk_reason
+        return
     assert q.report.plan.on_disk == "compressed-tensors"
     ignored = json.loads((q.path / "config.json").read_text())["quantization_config"]["ignore"]
     assert "model.layers.0.block_sparse_moe.gate" in ignored
