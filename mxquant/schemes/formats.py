@@ -306,6 +306,11 @@ class QuantScheme:
         return "-".join(f"b{part}" if part[0].isdigit() else part for part in parts)
 
     @property
+    def layout(self) -> tuple[Any, ...]:
+        """What of a scheme a reader must know; how scales were chosen and elements rounded is not part of it."""
+        return self.element, self.scale, self.block, self.global_scale
+
+    @property
     def element_format(self) -> ElementFormat:
         return ELEMENTS[self.element]
 

@@ -109,15 +109,12 @@ def engine_problems(schemes: Mapping[str, QuantScheme | None]) -> list[str]:
     found: dict[str, list[str]] = {}
     for group, modules in members.items():
         own = [module.removeprefix(_common(modules)) for module in modules]
-        if len({_layout(schemes[module]) for module in modules}) > 1:
+        formats = [schemes[module] for module in modules]
+        if len({None if scheme is None else scheme.layout for scheme in formats}) > 1:
             found.setdefault(f"{_listed(own)} in one format, since they are fused", []).append(group)
         elif group.rpartition(".")[2] in dense and schemes[modules[0]] is not None:
             found.setdefault(f"{_listed(own)} dense", []).append(group)
     return [f"vLLM and SGLang need {what} ({len(groups)} layers)" for what, groups in found.items()]
-
-
-def _layout(scheme: QuantScheme | None) -> tuple[object, ...] | None:
-    return None if scheme is None else (scheme.element, scheme.scale, scheme.block, scheme.global_scale)
 
 
 def _common(modules: list[str]) -> str:

@@ -35,14 +35,9 @@ _ZERO_SCALE_STAND_IN = 0.125
 def format_name(scheme: QuantScheme) -> str | None:
     """Name of the format in compressed-tensors' registry; None where it has none for the scheme."""
     for name, known in SCHEMES.items():
-        if _layout(scheme) == _layout(known):
+        if scheme.layout == known.layout:
             return name
     return None
-
-
-def _layout(scheme: QuantScheme) -> tuple[Any, ...]:
-    """What of a scheme a reader must know; how scales were chosen and elements rounded is not part of it."""
-    return scheme.element, scheme.scale, scheme.block, scheme.global_scale
 
 
 def stored_scale(scale: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
